@@ -1,0 +1,138 @@
+"""The YAML configuration: what may be written in it, and errors that say where it is wrong.
+
+    dynatrain:
+      layouts:
+        deep: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 4}
+      schedule:
+        - {at_iteration: 10, layout: deep}   # after iteration 10 has finished
+      verify: full                           # off | digest | full
+      report: runs/report.jsonl
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import yaml
+
+from megatron_dynatrain.errors import ConfigError
+from megatron_dynatrain.layout import LAUNCH, Layout, nearest
+
+
+class ScheduledSwitch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One planned switch: to `layout`, after iteration `at_iteration` has finished."""
+
+    at_iteration: Annotated[int, msgspec.Meta(ge=1)]
+    layout: str
+
+
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """staging_bytes: what a rank may hold for sending, and for receiving, at a time; one value for all ranks."""
+
+    staging_bytes: Annotated[int, msgspec.Meta(ge=4096)] = 64 << 20
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The value of the top-level key `dynatrain`.
+
+    verify: 'off', 'digest' (layout-independent checksums) or 'full' (every bit of every replica).
+    report: path of a JSON-lines file of events, written by the last rank; report_steps adds one event per logged step.
+    """
+
+    layouts: dict[str, Layout] = {}
+    schedule: list[ScheduledSwitch] = []
+    verify: Literal["off", "digest", "full"] = "off"
+    report: str | None = None
+    report_steps: bool = False
+    transfer: TransferConfig = TransferConfig()
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dynatrain: Config
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with two differences: a key given twice is an error and not silently the last one, and only
+    true and false are booleans, as in YAML 1.2, so that `verify: off` is the word."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"),
+                              list("tTfF"))
+
+
+def load(path: str) -> Config:
+    """Read and check a configuration file. Raises ConfigError, which names the file, the place and what to write."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dynatrain-config {path}: the file cannot be read ({error}); give the path of a YAML file that "
+                          "every rank can read") from None
+    return parse(text, path)
+
+
+def parse(text: str, source: str = "<text>") -> Config:
+    """Check the text of a configuration. `source` names it in messages. Raises ConfigError."""
+    try:
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--dynatrain-config {source}: not valid YAML: {error}") from None
+    path = "$"
+    try:
+        for name, layout in _layouts(data).items():  # one by one: only so does a message name the layout
+            path = f"$.dynatrain.layouts.{name}"
+            msgspec.convert(layout, Layout)
+        path = "$"
+        config = msgspec.convert(data, _File).dynatrain
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"--dynatrain-config {source}: {_explained(str(error), path)}") from None
+    if LAUNCH in config.layouts:
+        raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{LAUNCH}`: {LAUNCH!r} is the layout of the command "
+                          "line and cannot be declared; choose another name")
+    known = {LAUNCH, *config.layouts}
+    previous = 0
+    for i, switch in enumerate(config.schedule):
+        where = f"--dynatrain-config {source}: `dynatrain.schedule[{i}]`"
+        if switch.layout not in known:
+            raise ConfigError(f"{where}: there is no layout {switch.layout!r}{nearest(switch.layout, known)}")
+        if switch.at_iteration < previous:
+            raise ConfigError(f"{where}: at_iteration {switch.at_iteration} comes after {previous} in the list but before it "
+                              "in time; write the schedule in the order of iterations")
+        previous = switch.at_iteration
+    return config
+
+
+def _layouts(data) -> dict:
+    body = data.get("dynatrain") if isinstance(data, dict) else None
+    layouts = body.get("layouts") if isinstance(body, dict) else None
+    return layouts if isinstance(layouts, dict) else {}
+
+
+_STRUCTS = {"": _File, "dynatrain": Config, "transfer": TransferConfig, "schedule": ScheduledSwitch, "layouts": Layout}
+
+
+def _explained(message: str, base: str) -> str:
+    """msgspec's message about the value at `base`, with the path as a user writes it and the nearest known key."""
+    match = re.fullmatch(r"(.*?)(?: - at `(.*)`)?", message, re.DOTALL)
+    what, path = match[1], (base + (match[2] or "$").removeprefix("$")).removeprefix("$").removeprefix(".")
+    unknown = re.search(r"unknown field `(.*)`", what)
+    where = f"`{path}`: " if path else ""
+    if not unknown:
+        return f"{where}{what}"
+    parts = [part for part in re.split(r"[.\[]", path) if part and not part.endswith("]")]
+    known = _STRUCTS[next((part for part in reversed(parts) if part in _STRUCTS), "")].__struct_fields__
+    hint = nearest(unknown[1], known)
+    if unknown[1] == "data_parallel_size":
+        hint = "; the data-parallel size follows from the other sizes and the number of ranks, as in Megatron"
+    return f"{where}unknown key {unknown[1]!r}{hint}"

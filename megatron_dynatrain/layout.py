@@ -1,0 +1,56 @@
+"""A layout: the Megatron arguments that say how a job is spread over its ranks."""
+
+import difflib
+
+import msgspec
+
+from megatron_dynatrain.errors import ConfigError
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Megatron's arguments for a parallel layout, by Megatron's names. What is None stays as launched.
+
+    Example: `Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)`. The data-parallel size follows from the
+    others and the number of ranks, as in Megatron.
+    """
+
+    tensor_model_parallel_size: int | None = None
+    pipeline_model_parallel_size: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    pipeline_model_parallel_layout: str | None = None
+    context_parallel_size: int | None = None
+    expert_model_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool | None = None
+    micro_batch_size: int | None = None
+    num_distributed_optimizer_instances: int | None = None
+    overlap_grad_reduce: bool | None = None
+    overlap_param_gather: bool | None = None
+    ddp_bucket_size: int | None = None
+    ddp_num_buckets: int | None = None
+    use_tp_pp_dp_mapping: bool | None = None
+
+    def __post_init__(self):
+        for name, value in self.arguments().items():
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ConfigError(f"{name}: {value} was asked for, but it counts from 1; give a positive number")
+
+    def arguments(self) -> dict[str, int | bool | str]:
+        """The arguments that this layout sets, by name."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.arguments().items()) or "as launched"
+
+
+LAUNCH = "launch"  # the name of the layout that the command line gives
+
+
+def nearest(name: str, known) -> str:
+    """A hint for a message: "; did you mean 'deep'?", or what there is to choose from."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(known)}"
