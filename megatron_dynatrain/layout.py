@@ -3,44 +3,46 @@
 import difflib
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from megatron_dynatrain.errors import ConfigError
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """Megatron's arguments for a parallel layout, by Megatron's names. What is None stays as launched.
+    """Megatron's arguments for a parallel layout, by Megatron's names. What is not given stays as launched; None (null in
+    YAML) takes back what the command line gave, where Megatron allows that.
 
     Example: `Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)`. The data-parallel size follows from the
     others and the number of ranks, as in Megatron.
     """
 
-    tensor_model_parallel_size: int | None = None
-    pipeline_model_parallel_size: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    pipeline_model_parallel_layout: str | None = None
-    context_parallel_size: int | None = None
-    expert_model_parallel_size: int | None = None
-    expert_tensor_parallel_size: int | None = None
-    sequence_parallel: bool | None = None
-    micro_batch_size: int | None = None
-    num_distributed_optimizer_instances: int | None = None
-    overlap_grad_reduce: bool | None = None
-    overlap_param_gather: bool | None = None
-    ddp_bucket_size: int | None = None
-    ddp_num_buckets: int | None = None
-    use_tp_pp_dp_mapping: bool | None = None
+    tensor_model_parallel_size: int | UnsetType = UNSET
+    pipeline_model_parallel_size: int | UnsetType = UNSET
+    num_layers_per_virtual_pipeline_stage: int | None | UnsetType = UNSET
+    num_virtual_stages_per_pipeline_rank: int | None | UnsetType = UNSET
+    decoder_first_pipeline_num_layers: int | None | UnsetType = UNSET
+    decoder_last_pipeline_num_layers: int | None | UnsetType = UNSET
+    pipeline_model_parallel_layout: str | None | UnsetType = UNSET
+    context_parallel_size: int | UnsetType = UNSET
+    expert_model_parallel_size: int | UnsetType = UNSET
+    expert_tensor_parallel_size: int | None | UnsetType = UNSET
+    sequence_parallel: bool | UnsetType = UNSET
+    micro_batch_size: int | UnsetType = UNSET
+    num_distributed_optimizer_instances: int | UnsetType = UNSET
+    overlap_grad_reduce: bool | UnsetType = UNSET
+    overlap_param_gather: bool | UnsetType = UNSET
+    ddp_bucket_size: int | None | UnsetType = UNSET
+    ddp_num_buckets: int | None | UnsetType = UNSET
+    use_tp_pp_dp_mapping: bool | UnsetType = UNSET
 
     def __post_init__(self):
         for name, value in self.arguments().items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ConfigError(f"{name}: {value} was asked for, but it counts from 1; give a positive number")
 
-    def arguments(self) -> dict[str, int | bool | str]:
+    def arguments(self) -> dict[str, int | bool | str | None]:
         """The arguments that this layout sets, by name."""
-        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.arguments().items()) or "as launched"

@@ -1,0 +1,39 @@
+"""Agreement between ranks: an error on one rank is an error on all, before anything is changed."""
+
+import torch.distributed as dist
+
+
+def gather(value) -> list:
+    """`value` of every rank, in the order of ranks. Collective over the default process group; pickles small objects."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def attempt(action, *args):
+    """(result, None), or (None, the error) if `action` raised; for use before `agree`."""
+    try:
+        return action(*args), None
+    except Exception as error:
+        return None, error
+
+
+def agree(error: Exception | None, kind: type[Exception], what: str) -> None:
+    """Raise `kind` on every rank if any rank brings an error. Collective.
+
+    The message starts with `what` and says which ranks failed and why; equal reasons are said once.
+    """
+    reasons: dict[str, list[int]] = {}
+    for rank, text in enumerate(gather(None if error is None else (str(error) or type(error).__name__))):
+        if text is not None:
+            reasons.setdefault(text, []).append(rank)
+    if reasons:
+        say = "; ".join(f"{text} (on {ranks_in_words(ranks)})" for text, ranks in reasons.items())
+        raise kind(f"{what}: {say}") from error
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """'every rank', 'rank 3' or 'ranks 1, 2'."""
+    if len(ranks) == dist.get_world_size():
+        return "every rank"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,216 @@
+"""One switch: prepare it, carry it out, or refuse it and leave everything as it was.
+
+The controller knows the order of things and nothing of Megatron: what it does to the job goes through the job adapter
+(`megatron.job.MegatronJob`), what it knows of layouts through the registry. Everything that can be refused is refused in
+`prepare`, or in `switch` while the old objects are still whole; ranks agree before each step that could leave them apart.
+"""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_dynatrain.config import Config
+from megatron_dynatrain.consensus import agree, attempt, gather
+from megatron_dynatrain.errors import LayoutRefused, SpaceError, VerificationError
+from megatron_dynatrain.layout import LAUNCH, Layout
+from megatron_dynatrain.planning import Plan, make_plan
+from megatron_dynatrain.registry import Entry, Registry
+from megatron_dynatrain.space import Holdings, World
+from megatron_dynatrain.transfer import Checksums, compare_bits, execute
+
+
+@dataclass(slots=True)
+class SwitchReport:
+    """What there is to say of one switch. Times in seconds on this rank; `stall_seconds` is set when the first new step
+    starts."""
+
+    iteration: int
+    src: str
+    dst: str
+    src_sizes: dict[str, int]
+    dst_sizes: dict[str, int]
+    plan: Plan
+    verify: str
+    started: float
+    phases: dict[str, float] = field(default_factory=dict)
+    stall_seconds: float = 0.0
+
+    @contextmanager
+    def phase(self, name: str):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+
+    def event(self) -> dict:
+        """The fields of the event in report.jsonl."""
+        plan = self.plan
+        return {"iteration": self.iteration, "from": self.src, "to": self.dst, "from_sizes": self.src_sizes,
+                "to_sizes": self.dst_sizes, "stall_seconds": round(self.stall_seconds, 6),
+                "phases": {name: round(seconds, 6) for name, seconds in self.phases.items()},
+                "moved_bytes": plan.moved_bytes, "minimum_bytes": plan.minimum_bytes, "local_bytes": plan.local_bytes,
+                "max_rank_bytes": plan.max_rank_bytes, "windows": plan.num_windows, "copies": len(plan),
+                "verify": self.verify, "plan_hash": plan.digest}
+
+
+class Controller:
+    """Prepares and carries out switches of `job` between the layouts of `registry`. All methods are collective."""
+
+    def __init__(self, job, registry: Registry, config: Config):
+        self.job = job
+        self.registry = registry
+        self.config = config
+        self.current = LAUNCH
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def start(self) -> None:
+        """Describe the launch layout, check and describe all declared ones, make their groups and the scheduled plans.
+
+        Raises LayoutRefused on every rank if any of it is impossible.
+        """
+        entry = self.registry.entries[LAUNCH]
+        _, error = attempt(self.job.start, LAUNCH)
+        agree(error, LayoutRefused, "megatron_dynatrain cannot switch this job")
+        state, error = attempt(self.job.describe_live)
+        agree(error, LayoutRefused, "megatron_dynatrain cannot describe this job")
+        self._assemble(entry, state.holdings)
+        for entry in list(self.registry.entries.values()):
+            self._describe(entry)
+        route = [LAUNCH] + [switch.layout for switch in self.config.schedule]
+        for src, dst in zip(route, route[1:]):
+            if src != dst:
+                self._plan(self.registry.entries[src], self.registry.entries[dst])
+        for name in self.registry.entries:
+            self.job.make_groups(name)
+
+    def prepare(self, target: str | Layout) -> Plan | None:
+        """Do everything for a switch to `target` that changes nothing; its plan, or None if the job is in it already.
+
+        Raises LayoutRefused, ConfigError or SpaceError, on every rank.
+        """
+        entry, error = attempt(self.registry.find, target)
+        agree(error, LayoutRefused, "the request cannot be carried out")
+        names = gather(entry.name)
+        if len(set(names)) > 1:
+            raise LayoutRefused(f"ranks were asked for different layouts: {sorted(set(names))}; ask all for the same")
+        if entry.name == self.current:
+            return None
+        try:
+            self._describe(entry)
+            plan = self._plan(self.registry.entries[self.current], entry)
+        except (LayoutRefused, SpaceError):
+            if not entry.declared:
+                self.registry.forget(entry.name)
+            raise
+        self.job.make_groups(entry.name)
+        return plan
+
+    def _describe(self, entry: Entry) -> None:
+        if entry.world is not None:
+            return
+        what = f"layout {entry.name!r} is refused"
+        _, error = attempt(self.job.check, entry.name, entry.layout)
+        agree(error, LayoutRefused, what)
+        own, error = attempt(self.job.describe_dry, entry.name, self.rank, dist.get_world_size())
+        agree(error, LayoutRefused, what)
+        self._assemble(entry, own)
+
+    def _assemble(self, entry: Entry, own: Holdings) -> None:
+        entry.own = own
+        holdings = dict(enumerate(gather(own)))
+        entry.world, error = attempt(World.assemble, holdings)
+        agree(error, LayoutRefused, f"layout {entry.name!r} is refused")
+
+    def _plan(self, src: Entry, dst: Entry) -> Plan:
+        if (src.name, dst.name) not in self.registry.plans:
+            plan, error = attempt(make_plan, src.world, dst.world, self.config.transfer.staging_bytes)
+            agree(error, LayoutRefused, f"the switch from {src.name!r} to {dst.name!r} is refused")
+            digests = gather(plan.digest)
+            if len(set(digests)) > 1:
+                raise SpaceError(f"ranks made different plans from {src.name!r} to {dst.name!r}: {digests}")
+            self.registry.plans[src.name, dst.name] = plan
+        return self.registry.plans[src.name, dst.name]
+
+    def switch(self, target: str | Layout, iteration: int, started: float) -> SwitchReport | None:
+        """Switch the job, whose loop has returned after `iteration`, to `target`; None if it is in that layout already.
+
+        started: when the last old step ended, by time.perf_counter(). Raises LayoutRefused, SpaceError or
+        VerificationError, on every rank, after which the job is in the layout that it was in.
+        """
+        src = self.registry.entries[self.current]
+        start = time.perf_counter()
+        plan = self.prepare(target)
+        if plan is None:
+            return None
+        dst = self.registry.find(target)
+        report = SwitchReport(iteration, src.name, dst.name, _sizes(self.job.args), {}, plan, self.config.verify, started)
+        report.phases["leave"] = start - started
+        report.phases["prepare"] = time.perf_counter() - start
+        try:
+            self._move(plan, dst, report)
+        except Exception:
+            with report.phase("roll_back"):
+                self.job.roll_back(src.name)
+            raise
+        with report.phase("finish"):
+            self.job.commit(iteration)
+        report.dst_sizes = _sizes(self.job.args)
+        self.current = dst.name
+        if not src.declared:
+            self.job.forget(src.name)
+            self.registry.forget(src.name)
+        return report
+
+    def _move(self, plan: Plan, dst: Entry, report: SwitchReport) -> None:
+        """Everything of a switch that can still be taken back."""
+        job, verify = self.job, self.config.verify
+        src = self.registry.entries[self.current]
+        with report.phase("quiesce"):
+            _, error = attempt(job.quiesce)
+            agree(error, LayoutRefused, "the job cannot be switched at this boundary")
+            old, error = attempt(job.describe_live)
+            if error is None and old.holdings.digest() != src.own.digest():
+                error = SpaceError(f"what the rank holds is not what was described for layout {src.name!r}")
+            agree(error, SpaceError, "the old layout")
+            carried = gather(job.capture(old))
+        device = old.storages[0].device if old.storages else torch.device("cpu")
+        if verify == "digest":
+            with report.phase("verify"):
+                before = Checksums(plan.src, self.rank, old.storages, device)
+        with report.phase("groups"):
+            job.enter(dst.name)
+        with report.phase("build"):
+            new, error = attempt(job.build, dst.name)
+            if error is None and new.holdings.digest() != dst.own.digest():
+                error = SpaceError("the model that was built is not the one that was described")
+            agree(error, LayoutRefused, f"layout {dst.name!r} cannot be built")
+        with report.phase("transfer"):
+            execute(plan, self.rank, old.storages, new.storages)
+        with report.phase("finish"):
+            _, error = attempt(job.carry_over, carried)
+            agree(error, SpaceError, f"the optimizer's settings cannot be carried over to layout {dst.name!r}")
+        if verify != "off":
+            with report.phase("verify"):
+                if verify == "digest":
+                    differences = before.differences(Checksums(plan.dst, self.rank, new.storages, device))
+                else:
+                    differences = compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages)
+                differences += job.compare_carried(carried, job.capture_next())
+                error = VerificationError("; ".join(differences[:3])) if differences else None
+                agree(error, VerificationError, f"the state differs after the switch from {src.name!r} to {dst.name!r}")
+            report.verify = "ok"
+
+
+def _sizes(args) -> dict[str, int]:
+    """The sizes of a layout for people, from Megatron's live arguments."""
+    names = {"TP": "tensor_model_parallel_size", "PP": "pipeline_model_parallel_size", "CP": "context_parallel_size",
+             "EP": "expert_model_parallel_size", "DP": "data_parallel_size"}
+    return {short: getattr(args, name) for short, name in names.items()
+            if short in ("TP", "PP", "DP") or getattr(args, name) != 1}

@@ -1,0 +1,136 @@
+"""Megatron's arguments for each layout: derived and checked by Megatron itself.
+
+`validate_args` turns parsed arguments into valid ones, derives dozens of fields on the way and cannot be run twice on the
+same namespace. So the namespace is copied before its first validation; every layout is the copy with the layout's
+arguments set, validated anew. What differs from the validated launch arguments are the fields that depend on the layout,
+and they alone are set on the live namespace.
+"""
+
+import copy
+import inspect
+import traceback
+from argparse import Namespace
+
+from megatron_dynatrain.errors import LayoutRefused
+from megatron_dynatrain.layout import Layout
+from megatron_dynatrain.megatron.quiet import quiet
+
+# Options under which a switch is refused at start, and why. Each is a test on the validated arguments.
+UNSUPPORTED = {
+    "--use-megatron-fsdp": (lambda a: a.use_megatron_fsdp, "FSDP shards parameters in a way that is not described yet"),
+    "--use-torch-fsdp2": (lambda a: a.use_torch_fsdp2, "FSDP shards parameters in a way that is not described yet"),
+    "--optimizer": (lambda a: a.optimizer not in ("adam", "sgd"),
+                    "only adam and sgd keep states that are shaped like their parameters and independent of the layout"),
+    "--optimizer-cpu-offload": (lambda a: a.optimizer_cpu_offload, "offloaded optimizer states are not described yet"),
+    "--use-precision-aware-optimizer": (lambda a: a.use_precision_aware_optimizer,
+                                        "its states are scaled and live in Transformer Engine"),
+    "--fp8-format": (lambda a: getattr(a, "fp8", None), "quantised parameters and their scales are not moved yet"),
+    "--fp4-format": (lambda a: getattr(a, "fp4", None), "quantised parameters and their scales are not moved yet"),
+    "--cuda-graph-impl": (lambda a: getattr(a, "cuda_graph_impl", "none") != "none", "captured graphs hold old addresses"),
+    "--nccl-ub": (lambda a: getattr(a, "nccl_ub", False), "registered buffers are bound to the old groups"),
+    "--tp-comm-overlap": (lambda a: a.tp_comm_overlap, "Transformer Engine's user buffers are bound to the old groups"),
+    "--use-pytorch-profiler": (lambda a: a.profile and a.use_pytorch_profiler, "its schedule counts steps of one loop"),
+    "--perform-rl-step": (lambda a: getattr(a, "perform_rl_step", False), "the loop keeps a second model"),
+    "--inprocess-restart": (lambda a: getattr(a, "inprocess_restart", False), "it rebuilds the world on its own"),
+    "--tensor-parallel-num-weight-shards": (lambda a: getattr(a, "gtp_weight_remat_size", 1) != 1
+                                            or getattr(a, "expert_gtp_weight_remat_size", 1) != 1,
+                                            "rematerialised weight shards are not described yet"),
+    "--dataloader-type external": (lambda a: a.dataloader_type == "external",
+                                   "an iterator that Megatron did not build cannot be built again"),
+    "--skip-train": (lambda a: a.skip_train, "there is no training to switch"),
+}
+
+
+def reason(error: BaseException) -> str:
+    """What an exception says, in one line; for a bare assertion, the line of code that failed."""
+    text = " ".join(str(error).split())
+    if not text and error.__traceback__ is not None:
+        text = "assertion failed: " + traceback.extract_tb(error.__traceback__)[-1].line
+    return text or type(error).__name__
+
+
+class ArgumentBook:
+    """Validated arguments of every layout of the job, and the fields in which they differ from the launch."""
+
+    def __init__(self, raw: Namespace, defaults: dict, validate):
+        """raw: a copy of the parsed arguments before validation. validate: Megatron's `validate_args`."""
+        self._raw = raw
+        self._defaults = defaults
+        self._validate = validate
+        self.launch = self._validated(raw)
+        self._touched: set[str] = set()
+
+    def _validated(self, raw: Namespace) -> Namespace:
+        args = copy.deepcopy(raw)
+        with quiet():
+            self._validate(args, self._defaults)
+        return args
+
+    def check_supported(self) -> None:
+        """Raise LayoutRefused if the job was launched with an option under which no switch is possible."""
+        for flag, (test, why) in UNSUPPORTED.items():
+            if test(self.launch):
+                raise LayoutRefused(f"the job was launched with {flag}, under which its layout cannot be switched: {why}; "
+                                    "launch without it, or without megatron_dynatrain")
+
+    def validated(self, layout: Layout, padded_vocab_size: int) -> Namespace:
+        """The arguments of the job in `layout`. Raises LayoutRefused with Megatron's reason. Not collective."""
+        raw = copy.deepcopy(self._raw)
+        if getattr(raw, "step_batch_size_schedule", None) is None:
+            raw.global_batch_size = self.launch.global_batch_size  # it must not follow the data-parallel size
+        for name, value in layout.arguments().items():
+            setattr(raw, name, value)
+        try:
+            args = self._validated(raw)
+            self._check_batch(args)
+            if padded_vocab_size % args.tensor_model_parallel_size:
+                raise LayoutRefused(f"the padded vocabulary of {padded_vocab_size} rows does not divide by "
+                                    f"tensor_model_parallel_size {args.tensor_model_parallel_size}")
+            with quiet():
+                transformer_config(args)
+        except (Exception, SystemExit) as error:
+            raise LayoutRefused(f"({layout}) cannot be trained here: {reason(error)}") from error
+        return args
+
+    @staticmethod
+    def _check_batch(args: Namespace) -> None:
+        for kind in ("", "eval_"):
+            batch = getattr(args, f"{kind}global_batch_size", None)
+            micro = getattr(args, f"{kind}micro_batch_size", None) or args.micro_batch_size
+            if batch and batch % (micro * args.data_parallel_size):
+                raise LayoutRefused(f"{kind}global_batch_size {batch} does not divide by {kind}micro_batch_size {micro} * "
+                                    f"data-parallel size {args.data_parallel_size}")
+
+    def apply(self, target: Namespace, live: Namespace) -> None:
+        """Set the layout-dependent fields of the live namespace to those of `target`."""
+        self._touched |= {name for name in vars(target) if not _equal(vars(self.launch).get(name), getattr(target, name))}
+        for name in sorted(self._touched):
+            setattr(live, name, copy.deepcopy(getattr(target, name)))
+
+
+def _equal(a, b) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # values that cannot be compared do not come from a layout
+        return a is b
+
+
+def transformer_config(args: Namespace, config_class=None):
+    """Megatron's model configuration from arguments; its `__post_init__` holds most of the legality checks."""
+    from megatron.training import arguments as megatron_arguments
+
+    return megatron_arguments.core_transformer_config_from_args(args, config_class)
+
+
+def reconfigure_microbatches(args: Namespace) -> None:
+    """Make the number of micro-batches that of `args`, at the samples consumed so far."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    values = dict(rank=args.rank, global_batch_size=args.global_batch_size, micro_batch_size=args.micro_batch_size,
+                  data_parallel_size=args.data_parallel_size, rampup_batch_size=getattr(args, "rampup_batch_size", None),
+                  decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+                  step_batch_size_schedule=getattr(args, "step_batch_size_schedule", None), seq_length=args.seq_length)
+    accepted = inspect.signature(calculator.reconfigure_num_microbatches_calculator).parameters
+    with quiet():
+        calculator.reconfigure_num_microbatches_calculator(**{k: v for k, v in values.items() if k in accepted})
+        calculator.update_num_microbatches(args.consumed_train_samples, consistency_check=False)

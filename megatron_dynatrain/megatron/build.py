@@ -1,0 +1,109 @@
+"""Build model, optimizer and scheduler for a layout, in the way in which the job built its first ones."""
+
+import copy
+import dataclasses
+import inspect
+from argparse import Namespace
+
+from megatron_dynatrain.megatron.arguments import transformer_config
+from megatron_dynatrain.megatron.describe import ensure_states, unwrap
+from megatron_dynatrain.megatron.quiet import quiet
+
+
+class Recipe:
+    """How the job built its model: the call of `setup_model_and_optimizer`, and its configuration as it was before.
+
+    Building fills the configuration with things of the layout (bucket sizes, functions of the optimizer), so it is copied
+    first; for each layout the copy is taken again and the fields that the layout changes are set on it.
+    """
+
+    def __init__(self, setup, args, kwargs, launch: Namespace):
+        self._setup = setup
+        self._call = inspect.signature(setup).bind(*args, **kwargs)
+        self._container = copy.deepcopy(self._call.arguments.get("cfg_container"))
+        self._launch = launch
+        self._call.arguments.pop("cfg_container", None)
+        self._uses_groups = self._call.arguments.pop("pg_collection", None) is not None
+
+    def build(self, target: Namespace, live: Namespace):
+        """(model, optimizer, scheduler) for the layout of `target`, whose arguments are the live ones. Collective.
+
+        Parameters are not initialised: every element is about to be written. No checkpoint is loaded. Optimizer states
+        exist and are zero. `parallel_state` must be that of the layout.
+        """
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        call = copy.copy(self._call.arguments)
+        if self._container is not None:
+            call["cfg_container"] = container = self._container_for(target)
+            _set_initialization(container, False)
+        if self._uses_groups:
+            call["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+        hidden = {"load": None, "pretrained_checkpoint": None, "moe_use_upcycling": False, "perform_initialization": False,
+                  "ckpt_convert_format": None}
+        kept = {name: getattr(live, name, None)
+                for name in (*hidden, "iteration", "num_floating_point_operations_so_far")}
+        try:
+            vars(live).update(hidden)
+            with quiet():
+                model, optimizer, scheduler = self._setup(**call)
+        finally:
+            vars(live).update(kept)
+        for chunk in unwrap(model):
+            chunk.config.perform_initialization = bool(kept["perform_initialization"])
+        ensure_states(optimizer)
+        return model, optimizer, scheduler
+
+    def _container_for(self, target: Namespace):
+        """The job's configuration container with the fields that the layout changes set as Megatron derives them."""
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        container = copy.deepcopy(self._container)
+        with quiet():
+            before, after = (pretrain_cfg_container_from_args(args) for args in (self._launch, target))
+            _overlay(container, before, after)
+            model = getattr(container, "model", None)
+            if model is not None:
+                kind = type(model.transformer)
+                _overlay(model.transformer, transformer_config(self._launch, kind), transformer_config(target, kind))
+        return container
+
+
+def _set_initialization(container, value: bool) -> None:
+    if getattr(container, "model", None) is not None:
+        container.model.transformer.perform_initialization = value
+
+
+def _overlay(target, before, after) -> None:
+    """Set on dataclass `target` every field in which `after` differs from `before`, into nested dataclasses."""
+    for field in dataclasses.fields(before):
+        old, new = getattr(before, field.name, None), getattr(after, field.name, None)
+        if dataclasses.is_dataclass(old) and dataclasses.is_dataclass(new) and getattr(target, field.name, None) is not None:
+            _overlay(getattr(target, field.name), old, new)
+        elif not _same(old, new):
+            setattr(target, field.name, new)
+
+
+def _same(a, b) -> bool:
+    if callable(a) and callable(b):
+        return True  # functions made from the arguments anew each time; no layout changes them
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+def release(model: list, optimizer) -> None:
+    """Cut the ties that would keep an old model alive: functions in its configuration, hooks, module caches."""
+    from megatron.core.utils import get_model_config
+
+    for chunk in model:
+        config = get_model_config(chunk)
+        for name in ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func",
+                     "timers"):
+            setattr(config, name, None)
+    for chunk in unwrap(model):
+        for module in chunk.modules():
+            clear = getattr(getattr(type(module), "forward", None), "cache_clear", None)
+            if clear is not None:  # rotary embeddings cache their forward, and with it themselves
+                clear()

@@ -1,0 +1,52 @@
+"""Data iterators: built again for each layout, at the position that the consumed samples give."""
+
+import functools
+from argparse import Namespace
+
+from megatron_dynatrain.megatron.quiet import quiet
+
+
+class DataRecipe:
+    """How the job built its iterators: the dataset provider, and Megatron's function that makes iterators from it."""
+
+    def __init__(self, build):
+        self._build = build
+        self.provider = None
+
+    def first(self, provider):
+        """Build for the launch layout, and remember the provider. Without its virtual stage, where it has one."""
+        self.provider = provider.func if isinstance(provider, functools.partial) else provider
+        return self._build(provider)
+
+    def build(self, args: Namespace) -> dict[str, object]:
+        """{'train', 'valid', 'test'}: iterators of this rank; lists over virtual stages where there are any. Collective.
+
+        `args` are the live arguments; the consumed samples in them are the position.
+        """
+        with quiet():
+            stages = args.virtual_pipeline_model_parallel_size
+            if stages is None:
+                return dict(zip(("train", "valid", "test"), self._build(self.provider), strict=True))
+            by_stage = []
+            for stage in range(stages):
+                provider = functools.partial(self.provider, vp_stage=stage)
+                provider.is_distributed = getattr(self.provider, "is_distributed", False)
+                by_stage.append(self._build(provider))
+            return dict(zip(("train", "valid", "test"), map(list, zip(*by_stage, strict=True)), strict=True))
+
+
+def shut_down(iterators) -> None:
+    """End the worker processes of old iterators; their prefetched samples were not consumed and will be drawn again."""
+    if isinstance(iterators, (list, tuple)):
+        for iterator in iterators:
+            shut_down(iterator)
+        return
+    inner = getattr(iterators, "iterable", iterators)  # RerunDataIterator wraps the loader's iterator
+    frame = getattr(inner, "gi_frame", None)
+    if frame is not None:  # cyclic_iter holds the loader's iterator in a local
+        loader_iterator = frame.f_locals.get("iterator")
+        inner.close()
+        inner = loader_iterator
+    shutdown = getattr(inner, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()

@@ -1,0 +1,187 @@
+"""The running Megatron job, as the controller sees it: what can be asked of it and done to it, one method a step."""
+
+import copy
+import gc
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dynatrain.errors import DynaTrainError, LayoutRefused
+from megatron_dynatrain.layout import Layout
+from megatron_dynatrain.megatron import carry, describe, rng
+from megatron_dynatrain.megatron.arguments import ArgumentBook, reason, reconfigure_microbatches
+from megatron_dynatrain.megatron.build import Recipe, release
+from megatron_dynatrain.megatron.data import DataRecipe, shut_down
+from megatron_dynatrain.megatron.dry import dry_world
+from megatron_dynatrain.megatron.groups import ParallelStates
+from megatron_dynatrain.space import Holdings
+
+
+@dataclass(slots=True)
+class Live:
+    """The objects that Megatron's loop works with in one layout."""
+
+    model: list
+    optimizer: object
+    scheduler: object
+    iterators: dict[str, object]
+    args: Namespace  # validated arguments of the layout (not the live namespace)
+
+
+class MegatronJob:
+    """The adapter between the controller and Megatron. Filled by the seams as Megatron starts, complete when `train` is
+    entered."""
+
+    def __init__(self):
+        self.book: ArgumentBook | None = None
+        self.recipe: Recipe | None = None
+        self.data: DataRecipe | None = None
+        self.states: ParallelStates | None = None
+        self.reseed = None  # Megatron's `_set_random_seed` as the job called it, taking the seed
+        self.live: Live | None = None
+        self._padded_vocab_size = 0
+        self._next: Live | None = None
+        self._next_state: describe.RankState | None = None
+        self._validated: dict[str, Namespace] = {}
+        self._streams: dict = {}  # random states at the boundary
+
+    # What is asked before anything is changed.
+
+    def start(self, launch: str) -> None:
+        """Complete the picture at the entry of the first `train`: nothing has been trained, everything is built."""
+        args = self.args
+        self._padded_vocab_size = args.padded_vocab_size
+        self.book.check_supported()
+        self.states.remember(launch)
+        self._validated[launch] = self.live.args = self.book.launch
+
+    @property
+    def args(self) -> Namespace:
+        """Megatron's live arguments."""
+        from megatron.training import get_args
+
+        return get_args()
+
+    def check(self, name: str, layout: Layout) -> None:
+        """Raise LayoutRefused if Megatron cannot train `layout`. Not collective, changes nothing."""
+        if name not in self._validated:
+            self._validated[name] = self.book.validated(layout, self._padded_vocab_size)
+
+    def describe_dry(self, name: str, rank: int, world_size: int) -> Holdings:
+        """What `rank` of `world_size` would hold in a checked layout, without building it for real. Not collective."""
+        target = copy.copy(self._validated[name])
+        target.rank, target.world_size = rank, world_size
+        args = self.args
+        kept = dict(vars(args))
+        live_groups = self.states.capture()
+        try:
+            with dry_world(rank, world_size):
+                self.book.apply(target, args)
+                args.rank, args.world_size, args.use_gloo_process_groups = rank, world_size, False
+                self.states.reset()
+                self.states._initialize()
+                model, optimizer, _ = self.recipe.build(target, args)
+                return describe.describe(model, optimizer).holdings
+        except DynaTrainError:
+            raise
+        except Exception as error:
+            raise LayoutRefused(f"Megatron cannot build rank {rank} of it: {reason(error)}") from error
+        finally:
+            vars(args).clear()
+            vars(args).update(kept)
+            self.states.restore(live_groups)
+
+    def describe_live(self) -> describe.RankState:
+        """The state of this rank now."""
+        describe.ensure_states(self.live.optimizer)
+        return describe.describe(self.live.model, self.live.optimizer)
+
+    def make_groups(self, name: str) -> None:
+        """Create the process groups of a checked layout beside the live ones. Collective."""
+        args = self.args
+        try:
+            self.book.apply(self._validated[name], args)
+            self.states.make(name)
+        finally:
+            self.book.apply(self.live.args, args)
+
+    # The steps of a switch, in order.
+
+    def quiesce(self) -> None:
+        """Make the old state complete and give back what is dead at the boundary: gradients. Collective."""
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        machine = get_rerun_state_machine()
+        if getattr(machine, "state", None) is not None and machine.state.name != "NOT_RUNNING_YET":
+            raise LayoutRefused(f"Megatron's rerun state machine is in state {machine.state.name}, about to run a step again")
+        self._streams = rng.capture()
+        for chunk in self.live.model:
+            if hasattr(chunk, "offload_grad_buffers"):
+                chunk.offload_grad_buffers()
+
+    def enter(self, name: str) -> None:
+        """Make arguments, process groups and micro-batches those of layout `name`. Not collective."""
+        target = self._validated[name]
+        self.book.apply(target, self.args)
+        self.states.enter(name)
+        reconfigure_microbatches(self.args)
+
+    def build(self, name: str) -> describe.RankState:
+        """Build the new model and optimizer beside the old ones, and describe them. Collective."""
+        target = self._validated[name]
+        model, optimizer, scheduler = self.recipe.build(target, self.args)
+        self._next = Live(model, optimizer, scheduler, {}, target)
+        self._next_state = describe.describe(model, optimizer)
+        return self._next_state
+
+    def capture(self, state: describe.RankState) -> carry.Carried:
+        """What this rank carries over besides tensors."""
+        return carry.capture(self.live.optimizer, self.live.scheduler, state.owned)
+
+    def carry_over(self, gathered: list[carry.Carried]) -> None:
+        """Set what all ranks carried over on the new objects."""
+        carry.apply(gathered, self._next.optimizer, self._next.scheduler, self._next_state.owned)
+
+    def compare_carried(self, gathered: list[carry.Carried], after: carry.Carried) -> list[str]:
+        """Differences between what was carried and what the new objects have, a sentence each."""
+        return carry.differences(gathered, after)
+
+    def capture_next(self) -> carry.Carried:
+        """What the new objects would carry: for comparison."""
+        return carry.capture(self._next.optimizer, self._next.scheduler, self._next_state.owned)
+
+    def commit(self, iteration: int) -> None:
+        """The new objects take over and the old ones die; data and random state follow. Collective."""
+        old, new = self.live, self._next
+        old_args = old.args
+        shut_down(list(old.iterators.values()))
+        release(old.model, old.optimizer)
+        new.iterators = self.data.build(self.args)
+        old.model[:] = new.model  # pretrain holds this very list
+        new.model = old.model
+        self.live, self._next, self._next_state = new, None, None
+        del old
+        gc.collect()
+        torch.cuda.empty_cache()
+        rng.restore(self._streams)
+        if not rng.same_streams(old_args, new.args):
+            self.reseed(rng.seed_after_switch(self.args.seed, iteration))
+
+    def roll_back(self, name: str) -> None:
+        """Back to layout `name`, whose objects are alive: everything is as it was before the switch. Not collective."""
+        if self._next is not None:
+            release(self._next.model, self._next.optimizer)
+        self._next, self._next_state = None, None
+        self.enter(name)
+        rng.restore(self._streams)
+        for chunk in self.live.model:
+            if hasattr(chunk, "restore_grad_buffers"):
+                chunk.restore_grad_buffers()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def forget(self, name: str) -> None:
+        """Drop an undeclared layout: its arguments and the groups that only it uses. Collective."""
+        self._validated.pop(name, None)
+        self.states.forget(name)

@@ -1,0 +1,253 @@
+"""The wrappers around Megatron's functions (see `seams` for the table).
+
+Megatron's `train()` stays as it is and runs in segments. At a boundary at which a switch is due it is made to return, by
+setting `train_iters` to the iteration that it has reached; the controller switches; `train()` is entered again at the same
+iteration with the new objects. `pretrain` keeps the old optimizer, scheduler and iterators in its own locals, so it is
+given handles in their place; the functions to which it passes them resolve a handle to the current object.
+"""
+
+import copy
+import functools
+import inspect
+
+from megatron_dynatrain import config as configuration
+from megatron_dynatrain.megatron.arguments import ArgumentBook
+from megatron_dynatrain.megatron.build import Recipe
+from megatron_dynatrain.megatron.data import DataRecipe
+from megatron_dynatrain.megatron.groups import GroupPool, ParallelStates
+from megatron_dynatrain.megatron.job import Live
+
+
+class Handle:
+    """Stands for an object of the current layout in the hands of `pretrain`; anything else that it is asked is passed on."""
+
+    def __init__(self, session, kind: str):
+        self._session, self._kind = session, kind
+
+    def resolve(self):
+        live = self._session.job.live
+        return live.iterators[self._kind] if self._kind in live.iterators else getattr(live, self._kind)
+
+    def __getattr__(self, name):
+        return getattr(self.resolve(), name)
+
+
+def add_flags(session, original):
+    @functools.wraps(original)
+    def add_megatron_arguments(parser):
+        parser = original(parser)
+        group = parser.add_argument_group(title="megatron_dynatrain")
+        group.add_argument("--dynatrain-config", type=str, default=None, metavar="FILE",
+                           help="YAML file with the layouts between which this job switches, and when")
+        return parser
+
+    return add_megatron_arguments
+
+
+def record_arguments(session, original):
+    @functools.wraps(original)
+    def validate_args(args, defaults={}):  # noqa: B006 - Megatron's own signature
+        raw = copy.deepcopy(args)
+        validated = original(args, defaults)
+        path = getattr(args, "dynatrain_config", None)
+        if path is not None:
+            session.config = configuration.load(path)
+            session.job.book = ArgumentBook(raw, defaults, original)
+        return validated
+
+    return validate_args
+
+
+def pool_groups(session, original):
+    from megatron.core import parallel_state
+
+    pool = GroupPool(original, parallel_state)
+    session.job.states = ParallelStates(parallel_state, pool, None)
+
+    @functools.wraps(original)
+    def create_group(*args, **kwargs):
+        return pool.create_group(*args, **kwargs) if session.active else original(*args, **kwargs)
+
+    return create_group
+
+
+def record_initialization(session, original):
+    @functools.wraps(original)
+    def _initialize_distributed(*args, **kwargs):
+        from megatron_dynatrain.megatron.quiet import quiet
+
+        def again():
+            with quiet():
+                original(*args, **kwargs)
+
+        session.job.states._initialize = again
+        return original(*args, **kwargs)
+
+    return _initialize_distributed
+
+
+def record_seeding(session, original):
+    @functools.wraps(original)
+    def _set_random_seed(seed_, *args, **kwargs):
+        session.job.reseed = lambda seed: original(seed, *args, **kwargs)
+        return original(seed_, *args, **kwargs)
+
+    return _set_random_seed
+
+
+def record_model(session, original):
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*args, **kwargs):
+        if not session.active:
+            return original(*args, **kwargs)
+        session.job.recipe = Recipe(original, args, kwargs, session.job.book.launch)
+        model, optimizer, scheduler = original(*args, **kwargs)
+        session.job.live = Live(model, optimizer, scheduler, {}, session.job.book.launch)
+        return model, Handle(session, "optimizer"), Handle(session, "scheduler")
+
+    return setup_model_and_optimizer
+
+
+def record_data(session, original):
+    kinds = ("train", "valid", "test")
+
+    @functools.wraps(original)
+    def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider):
+        provider = build_train_valid_test_datasets_provider
+        if not session.active:
+            return original(provider)
+        job = session.job
+        job.data = job.data or DataRecipe(original)
+        iterators = dict(zip(kinds, job.data.first(provider), strict=True))
+        if isinstance(provider, functools.partial):  # one call for each virtual pipeline stage
+            for kind, iterator in iterators.items():
+                job.live.iterators.setdefault(kind, []).append(iterator)
+        else:
+            job.live.iterators = iterators
+        return tuple(Handle(session, kind) for kind in kinds)
+
+    return build_train_valid_test_data_iterators
+
+
+def train_in_segments(session, original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train(*args, **kwargs):
+        if not session.active:
+            return original(*args, **kwargs)
+        live_args = session.job.args
+        train_iters = live_args.train_iters
+        session.start(live_args.iteration, train_iters)
+        while True:
+            try:
+                iteration, flops = _one_segment(session, original, signature, args, kwargs)
+            finally:
+                live_args.train_iters = train_iters
+            if not session.pending:
+                session.close_report()
+                return iteration, flops
+            live_args.iteration, live_args.num_floating_point_operations_so_far = iteration, flops
+            _stop_timer("interval-time")
+            session.switch(iteration)
+            _at_first_step(session.close_report)
+
+    return train
+
+
+def _one_segment(session, original, signature, args, kwargs):
+    """Run the original loop on the current objects. Nothing but the call holds them, so that they can die after it."""
+    return original(**_resolved(session, signature, args, kwargs))
+
+
+def _resolved(session, signature, args, kwargs) -> dict:
+    """The arguments of a call, by name, handles and the model's list and configuration replaced by what is current."""
+    from megatron.core.utils import get_model_config
+
+    live = session.job.live
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Handle):
+            arguments[name] = value.resolve()
+        elif isinstance(value, list) and value and all(isinstance(item, Handle) for item in value):
+            arguments[name] = value[0].resolve()  # one handle for each virtual stage of the launch layout
+    if "model" in arguments:
+        arguments["model"] = live.model
+    if "config" in arguments:
+        arguments["config"] = get_model_config(live.model[0])
+    return arguments
+
+
+def with_current_objects(session, original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def on_current_objects(*args, **kwargs):
+        if not session.active:
+            return original(*args, **kwargs)
+        return original(**_resolved(session, signature, args, kwargs))
+
+    return on_current_objects
+
+
+def watch_boundary(session, original):
+    @functools.wraps(original)
+    def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, *args, **kwargs):
+        if original(model, optimizer, opt_param_scheduler, iteration, *args, **kwargs):
+            return True
+        if iteration >= session.boundary and session.at_boundary(iteration):
+            session.job.args.train_iters = iteration  # ends the loop; put back as soon as it has returned
+        return False
+
+    return checkpoint_and_decide_exit
+
+
+def keep_log(session, original):
+    signature = inspect.signature(original)
+    totals = {}  # the dictionary in which the first segment collects
+
+    @functools.wraps(original)
+    def training_log(*args, **kwargs):
+        if not session.active:
+            return original(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        if "of_job" in totals and call.arguments["total_loss_dict"] is not totals["of_job"]:
+            call.arguments["total_loss_dict"] = totals["of_job"]
+            call.arguments["is_first_iteration"] = False
+        totals["of_job"] = call.arguments["total_loss_dict"]
+        if session.config.report_steps:
+            _report_step(session, call.arguments)
+        return original(*call.args, **call.kwargs)
+
+    return training_log
+
+
+def _report_step(session, logged) -> None:
+    losses = {name: float(value) for name, value in logged["loss_dict"].items()}
+    if losses:
+        norm = logged["grad_norm"]
+        session.step(iteration=logged["iteration"], losses=losses, grad_norm=None if norm is None else float(norm),
+                     learning_rate=logged["learning_rate"], consumed_samples=session.job.args.consumed_train_samples)
+
+
+def _stop_timer(name: str) -> None:
+    """Stop a timer that the loop leaves running, as the next segment starts it again."""
+    from megatron.training import get_timers
+
+    timer = get_timers()(name)
+    if timer._started:
+        timer.stop()
+
+
+def _at_first_step(callback) -> None:
+    """Call `callback` when the next step starts, and put Megatron's function back: an idle step pays nothing."""
+    from megatron.training import training
+
+    step = training.train_step
+
+    def train_step(*args, **kwargs):
+        training.train_step = step
+        callback()
+        return step(*args, **kwargs)
+
+    training.train_step = train_step

@@ -1,0 +1,49 @@
+"""The VPS registry: every layout of the job, what it is and what all its ranks hold."""
+
+from dataclasses import dataclass
+
+from megatron_dynatrain.errors import ConfigError
+from megatron_dynatrain.layout import LAUNCH, Layout, nearest
+from megatron_dynatrain.planning import Plan
+from megatron_dynatrain.space import Holdings, World
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One layout. `own` is what this rank holds in it, `world` what all ranks hold; None until it was described."""
+
+    name: str
+    layout: Layout
+    declared: bool
+    own: Holdings | None = None
+    world: World | None = None
+
+
+class Registry:
+    """Layouts by name, and the plans between them, each made once."""
+
+    def __init__(self, layouts: dict[str, Layout]):
+        self.entries = {LAUNCH: Entry(LAUNCH, Layout(), True)}
+        self.entries.update({name: Entry(name, layout, True) for name, layout in layouts.items()})
+        self.plans: dict[tuple[str, str], Plan] = {}
+
+    def find(self, target: str | Layout) -> Entry:
+        """The entry of a name or of a layout object; an object that was not declared gets a new entry, named by its text.
+
+        Raises ConfigError for a name that does not exist.
+        """
+        if isinstance(target, Layout):
+            for entry in self.entries.values():
+                if entry.layout == target:
+                    return entry
+            return self.entries.setdefault(str(target), Entry(str(target), target, False))
+        if not isinstance(target, str):
+            raise ConfigError(f"a layout is a name or a megatron_dynatrain.Layout, not {type(target).__name__} {target!r}")
+        if target not in self.entries:
+            raise ConfigError(f"there is no layout {target!r}{nearest(target, self.entries)}")
+        return self.entries[target]
+
+    def forget(self, name: str) -> None:
+        """Drop an entry and the plans from and to it."""
+        del self.entries[name]
+        self.plans = {pair: plan for pair, plan in self.plans.items() if name not in pair}
