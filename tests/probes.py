@@ -34,3 +34,213 @@ def record(rank, folder):
         return get_item(self, index)
 
     GPTDataset.__getitem__ = __getitem__
+
+
+def _coordinate_values(tree, offset, visit):
+    """Call visit(model tensor) after writing, into every tensor of a sharded state dict, a value that names its global
+    coordinate: a 23-bit hash of key and linear index, so that float32 holds it exactly. Knows only Megatron."""
+    import zlib
+
+    import torch
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(tree, ShardedTensorFactory):
+        _coordinate_values(tree.build(), offset, visit)
+    elif isinstance(tree, ShardedTensor):
+        index = torch.zeros((), dtype=torch.int64)
+        local_axes = tree.data.dim()
+        for axis, (begin, size) in enumerate(zip(tree.global_offset, tree.global_shape)):
+            index = index * size
+            local = axis - (len(tree.global_shape) - local_axes)
+            extent = tree.data.shape[local] if local >= 0 else 1
+            steps = begin + torch.arange(extent)
+            index = index.unsqueeze(-1) + steps if local >= 0 else index + begin
+        values = (index * 2654435761 + zlib.crc32(tree.key.encode()) + offset * 40503) % (1 << 23)
+        with torch.no_grad():
+            visit(tree, values.to(torch.float32).view(tree.data.shape))
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            _coordinate_values(value, offset, visit)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _coordinate_values(value, offset, visit)
+
+
+def _named_states(model, optimizer):
+    """(what, tensor, the tensor that it must be) for every weight, master and optimizer state of this rank."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+    def full(offset):
+        """What each parameter must be, by id: computed into the model's own memory and put back."""
+        wanted = {}
+        for chunk in unwrap_model(model):
+            tensors = {id(t): t for t in [*chunk.parameters(), *chunk.buffers()]}
+            kept = {i: t.detach().clone() for i, t in tensors.items()}
+            _coordinate_values(chunk.sharded_state_dict(metadata=metadata), offset, lambda s, v: s.data.copy_(v))
+            for identity, tensor in tensors.items():
+                wanted[identity] = tensor.detach().clone()
+                with torch.no_grad():
+                    tensor.copy_(kept[identity])
+        return wanted
+
+    weights = full(0)
+    for chunk in unwrap_model(model):
+        persistent = set(chunk.state_dict().keys())
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            if name in persistent:
+                yield name, tensor.data, weights[id(tensor)]
+    fields = {"param": weights, "exp_avg": full(1), "exp_avg_sq": full(2), "momentum_buffer": full(3)}
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(part, "model_param_group_index_map"):
+            owned = [(p, part.optimizer.param_groups[g]["params"][o], part._get_model_param_range_map(p)["param"])
+                     for p, (g, o) in part.model_param_group_index_map.items()]
+        elif hasattr(part, "float16_groups"):
+            owned = [(p, m, None) for ps, ms in zip(part.float16_groups, part.fp32_from_float16_groups) for p, m in zip(ps, ms)]
+        else:
+            owned = [(p, p, None) for group in part.optimizer.param_groups for p in group["params"]]
+        for param, main, owned_range in owned:
+            for field, wanted in fields.items():
+                tensor = main.data if field == "param" else part.optimizer.state[main].get(field)
+                if tensor is not None:
+                    expected = wanted[id(param)].float().view(-1)
+                    if owned_range is not None:
+                        expected = expected[owned_range.start:owned_range.end]
+                    yield f"{field} of a parameter of shape {tuple(param.shape)}", tensor.view(-1), expected
+
+
+def name_coordinates(rank, folder):
+    """Before the first switch fill every state with values that name their coordinate; after each switch compare every
+    element on every rank, and write how many were compared. Ends the job after them."""
+    import torch
+    from megatron_dynatrain import session as sessions
+
+    record(rank, folder)
+    session = sessions.current()
+    switch = type(session).switch
+    done = []
+
+    def filled_switch(self, iteration):
+        live = self.job.live
+        if not done:
+            for _, tensor, wanted in _named_states(live.model, live.optimizer):
+                tensor.copy_(wanted)
+            for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+                for group in part.optimizer.param_groups:
+                    if "step" in group:
+                        group["step"] = 77
+                for state in part.optimizer.state.values():
+                    if "step" in state:
+                        state["step"].fill_(77.0)
+        done.append(iteration)
+        targets = list(self.pending)
+        for target in targets:
+            self.pending = [target]
+            switch(self, iteration)
+            _compare(self, iteration)
+        torch.distributed.barrier()
+        self.close_report()
+        os._exit(0)  # the values are no model to train on
+
+    def _compare(self, iteration):
+        live, compared, steps = self.job.live, 0, set()
+        for what, tensor, wanted in _named_states(live.model, live.optimizer):
+            assert torch.equal(tensor.to(wanted.dtype), wanted.view(tensor.shape)), f"rank {rank}: {what} after {iteration}"
+            compared += tensor.numel()
+        for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+            steps |= {int(g["step"]) for g in part.optimizer.param_groups if "step" in g and g["params"]}
+            steps |= {int(s["step"]) for s in part.optimizer.state.values() if "step" in s}
+        write(folder, "compared", rank, iteration=iteration, elements=compared, steps=sorted(steps))
+
+    type(session).switch = filled_switch
+
+
+def corrupt(rank, folder, on_rank, piece):
+    """Flip one bit of what one rank receives in the first switch, behind the transfer's back."""
+    import torch
+    from megatron_dynatrain import controller
+
+    record(rank, folder)
+    execute = controller.execute
+
+    def faulty(plan, own_rank, src_storages, dst_storages):
+        received = execute(plan, own_rank, src_storages, dst_storages)
+        if own_rank == on_rank:
+            dst_storages[piece].view(torch.int32)[3] ^= 1 << 20
+        controller.execute = execute
+        return received
+
+    controller.execute = faulty
+
+
+def fail_on_one_rank(rank, folder, on_rank, step):
+    """Make one step of the first switch fail on one rank alone."""
+    from megatron_dynatrain import session as sessions
+
+    record(rank, folder)
+    job = type(sessions.current().job)
+    method = getattr(job, step)
+    count = []
+
+    def failing(self, *args):
+        count.append(1)
+        if rank == on_rank and len(count) == 1:
+            raise MemoryError("no memory on this rank")
+        return method(self, *args)
+
+    setattr(job, step, failing)
+
+
+def ask(rank, folder, requests):
+    """Call `megatron_dynatrain.reconfigure` from a rank's code, in the middle of a step.
+
+    requests: [[rank or -1 for all, iteration, layout name or arguments], ...]; what is raised is written down.
+    """
+    import megatron_dynatrain
+    from megatron.training import get_args, training
+
+    record(rank, folder)
+    step = training.train_step
+
+    def train_step(*args, **kwargs):
+        now = get_args().curr_iteration + 1
+        for on_rank, iteration, layout in requests:
+            if on_rank in (rank, -1) and iteration == now:
+                try:
+                    megatron_dynatrain.reconfigure(layout if isinstance(layout, str) else megatron_dynatrain.Layout(**layout))
+                except Exception as error:
+                    write(folder, "errors", rank, kind=type(error).__name__, text=str(error))
+        return step(*args, **kwargs)
+
+    training.train_step = train_step
+
+
+def count_resources(rank, folder):
+    """After each switch write what this process holds: groups, threads, descriptors, live tensors; and whether the old
+    models are dead."""
+    import gc
+    import threading
+    import weakref
+
+    import torch
+    from megatron_dynatrain import session as sessions
+
+    record(rank, folder)
+    session = sessions.current()
+    switch = type(session).switch
+    models = []
+
+    def counted(self, iteration):
+        models.append([weakref.ref(chunk) for chunk in self.job.live.model])
+        switch(self, iteration)
+        gc.collect()
+        write(folder, "resources", rank, iteration=iteration, groups=len(torch.distributed.distributed_c10d._pg_map),
+              threads=len(os.listdir("/proc/self/task")), python_threads=threading.active_count(),
+              descriptors=len(os.listdir("/proc/self/fd")),
+              tensors=sum(isinstance(o, torch.Tensor) for o in gc.get_objects()),
+              dead=all(ref() is None for refs in models for ref in refs))
+
+    type(session).switch = counted
