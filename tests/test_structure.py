@@ -1,0 +1,72 @@
+"""Layers know only what lies below them; Megatron is named in the adapters alone."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "megatron_dynatrain"
+
+# What each module may import of torch, Megatron and this package; a prefix stands for what lies under it.
+PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
+        "space": ("errors", "geometry"),
+        "layout": ("errors",),
+        "planning": ("errors", "geometry", "space", "planning"),
+        "config": ("errors", "layout")}
+WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
+              "consensus": (),
+              "device_map": (),
+              "registry": ("errors", "layout", "planning", "space"),
+              "requests": ("layout", "consensus", "errors"),
+              "controller": ("config", "consensus", "errors", "layout", "planning", "registry", "space", "transfer"),
+              "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests")}
+WITH_MEGATRON = {"megatron", "cpu", "launch", ""}  # "" is the package's __init__
+
+
+def imports(path):
+    """(module name, line) of every import in a file, within functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module, node.lineno
+            if node.module == "megatron_dynatrain":
+                yield from ((f"megatron_dynatrain.{alias.name}", node.lineno) for alias in node.names)
+
+
+def layer(path):
+    return path.relative_to(PACKAGE).with_suffix("").parts[0].replace("__init__", "")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_one_way(path):
+    own = layer(path)
+    if own in WITH_MEGATRON:
+        return
+    allowed = {**PURE, **WITH_TORCH}[own]
+    for name, line in imports(path):
+        where = f"{path.relative_to(ROOT)}:{line} imports {name}"
+        top = name.split(".")[0]
+        assert top not in ("megatron", "transformer_engine", "apex"), where
+        if own in PURE:
+            assert top != "torch", where
+        if name.startswith("megatron_dynatrain."):
+            assert name.split(".")[1] in allowed, where
+
+
+def test_the_rule_knows_every_module():
+    assert {layer(path) for path in PACKAGE.rglob("*.py")} == {*PURE, *WITH_TORCH, *WITH_MEGATRON}
+
+
+@pytest.mark.parametrize("statement, absent", [
+    ("import megatron_dynatrain; megatron_dynatrain.Layout", ("torch", "megatron")),
+    ("import megatron_dynatrain.planning, megatron_dynatrain.config", ("torch", "megatron")),
+    ("import megatron_dynatrain.session, megatron_dynatrain.megatron.seams", ("megatron",)),
+])
+def test_importing_loads_neither_torch_nor_megatron(statement, absent):
+    check = f"import sys; {statement}; print([name for name in {absent} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
