@@ -122,10 +122,13 @@ class Session:
                   f"{in_bytes(report.plan.minimum_bytes)}), verify {report.verify}")
         self._say("phases: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases.items()))
 
+    @property
+    def reports_steps(self) -> bool:
+        return self.active and self.config.report_steps
+
     def step(self, **fields) -> None:
         """A logged step, for the report."""
-        if self.config.report_steps:
-            self._report.event("step", **fields)
+        self._report.event("step", **fields)
 
     @staticmethod
     def _say(text: str) -> None:

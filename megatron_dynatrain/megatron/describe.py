@@ -137,6 +137,11 @@ def ensure_states(optimizer) -> None:
             for group in part.optimizer.param_groups:
                 for param in group["params"]:
                     part.optimizer.state[param].setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+        for group in part.optimizer.param_groups:
+            if group.get("momentum"):  # SGD, of torch and of Apex: a first step on a zero buffer is the first step
+                for param in group["params"]:
+                    if part.optimizer.state[param].get("momentum_buffer") is None:
+                        part.optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

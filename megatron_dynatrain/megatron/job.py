@@ -52,7 +52,6 @@ class MegatronJob:
         """Complete the picture at the entry of the first `train`: nothing has been trained, everything is built."""
         args = self.args
         self._padded_vocab_size = args.padded_vocab_size
-        self.book.check_supported()
         self.states.remember(launch)
         self._validated[launch] = self.live.args = self.book.launch
 

@@ -53,6 +53,7 @@ def record_arguments(session, original):
         if path is not None:
             session.config = configuration.load(path)
             session.job.book = ArgumentBook(raw, defaults, original)
+            session.job.book.check_supported()
         return validated
 
     return validate_args
@@ -204,18 +205,19 @@ def watch_boundary(session, original):
 
 def keep_log(session, original):
     signature = inspect.signature(original)
+    position = list(signature.parameters).index("iteration")
     totals = {}  # the dictionary in which the first segment collects
 
     @functools.wraps(original)
     def training_log(*args, **kwargs):
-        if not session.active:
+        iteration = args[position] if len(args) > position else kwargs["iteration"]
+        if iteration < session.boundary and not totals and not session.reports_steps:
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
-        if "of_job" in totals and call.arguments["total_loss_dict"] is not totals["of_job"]:
+        if call.arguments["total_loss_dict"] is not totals.setdefault("of_job", call.arguments["total_loss_dict"]):
             call.arguments["total_loss_dict"] = totals["of_job"]
             call.arguments["is_first_iteration"] = False
-        totals["of_job"] = call.arguments["total_loss_dict"]
-        if session.config.report_steps:
+        if session.reports_steps:
             _report_step(session, call.arguments)
         return original(*call.args, **call.kwargs)
 
