@@ -87,7 +87,7 @@ def parse(text: str, source: str = "<text>") -> Config:
     try:
         data = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--dynatrain-config {source}: not valid YAML: {error}") from None
+        raise ConfigError(f"--dynatrain-config {source}: not valid YAML: {' '.join(str(error).split())}") from None
     path = "$"
     try:
         for name, layout in _layouts(data).items():  # one by one: only so does a message name the layout

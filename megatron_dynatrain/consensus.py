@@ -10,19 +10,16 @@ def gather(value) -> list:
     return values
 
 
-def attempt(action, *args):
-    """(result, None), or (None, the error) if `action` raised; for use before `agree`."""
-    try:
-        return action(*args), None
-    except Exception as error:
-        return None, error
-
-
-def agree(error: Exception | None, kind: type[Exception], what: str) -> None:
-    """Raise `kind` on every rank if any rank brings an error. Collective.
+def together(kind: type[Exception], what: str, action, *args):
+    """`action(*args)` on every rank; where it raises on any of them, `kind` is raised on all. Collective.
 
     The message starts with `what` and says which ranks failed and why; equal reasons are said once.
     """
+    result, error = None, None
+    try:
+        result = action(*args)
+    except Exception as caught:
+        error = caught
     reasons: dict[str, list[int]] = {}
     for rank, text in enumerate(gather(None if error is None else (str(error) or type(error).__name__))):
         if text is not None:
@@ -30,6 +27,7 @@ def agree(error: Exception | None, kind: type[Exception], what: str) -> None:
     if reasons:
         say = "; ".join(f"{text} (on {ranks_in_words(ranks)})" for text, ranks in reasons.items())
         raise kind(f"{what}: {say}") from error
+    return result
 
 
 def ranks_in_words(ranks: list[int]) -> str:

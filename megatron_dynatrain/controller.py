@@ -5,15 +5,15 @@ The controller knows the order of things and nothing of Megatron: what it does t
 `prepare`, or in `switch` while the old objects are still whole; ranks agree before each step that could leave them apart.
 """
 
+import functools
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from megatron_dynatrain.config import Config
-from megatron_dynatrain.consensus import agree, attempt, gather
+from megatron_dynatrain.consensus import gather, together
 from megatron_dynatrain.errors import LayoutRefused, SpaceError, VerificationError
 from megatron_dynatrain.layout import LAUNCH, Layout
 from megatron_dynatrain.planning import Plan, make_plan
@@ -76,10 +76,8 @@ class Controller:
         Raises LayoutRefused on every rank if any of it is impossible.
         """
         entry = self.registry.entries[LAUNCH]
-        _, error = attempt(self.job.start, LAUNCH)
-        agree(error, LayoutRefused, "megatron_dynatrain cannot switch this job")
-        state, error = attempt(self.job.describe_live)
-        agree(error, LayoutRefused, "megatron_dynatrain cannot describe this job")
+        together(LayoutRefused, "megatron_dynatrain cannot switch this job", self.job.start, LAUNCH)
+        state = together(LayoutRefused, "megatron_dynatrain cannot describe this job", self.job.describe_live)
         self._assemble(entry, state.holdings)
         for entry in list(self.registry.entries.values()):
             self._describe(entry)
@@ -95,8 +93,7 @@ class Controller:
 
         Raises LayoutRefused, ConfigError or SpaceError, on every rank.
         """
-        entry, error = attempt(self.registry.find, target)
-        agree(error, LayoutRefused, "the request cannot be carried out")
+        entry = together(LayoutRefused, "the request cannot be carried out", self.registry.find, target)
         names = gather(entry.name)
         if len(set(names)) > 1:
             raise LayoutRefused(f"ranks were asked for different layouts: {sorted(set(names))}; ask all for the same")
@@ -116,22 +113,21 @@ class Controller:
         if entry.world is not None:
             return
         what = f"layout {entry.name!r} is refused"
-        _, error = attempt(self.job.check, entry.name, entry.layout)
-        agree(error, LayoutRefused, what)
-        own, error = attempt(self.job.describe_dry, entry.name, self.rank, dist.get_world_size())
-        agree(error, LayoutRefused, what)
+        together(LayoutRefused, what, self.job.check, entry.name, entry.layout)
+        own = together(LayoutRefused, what, self.job.describe_dry, entry.name, self.rank, dist.get_world_size())
         self._assemble(entry, own)
 
     def _assemble(self, entry: Entry, own: Holdings) -> None:
         entry.own = own
-        holdings = dict(enumerate(gather(own)))
-        entry.world, error = attempt(World.assemble, holdings)
-        agree(error, LayoutRefused, f"layout {entry.name!r} is refused")
+        gathered = gather((own, self.job.said(entry.name)))
+        self.job.hear(entry.name, [said for _, said in gathered])
+        holdings = {rank: held for rank, (held, _) in enumerate(gathered)}
+        entry.world = together(LayoutRefused, f"layout {entry.name!r} is refused", World.assemble, holdings)
 
     def _plan(self, src: Entry, dst: Entry) -> Plan:
         if (src.name, dst.name) not in self.registry.plans:
-            plan, error = attempt(make_plan, src.world, dst.world, self.config.transfer.staging_bytes)
-            agree(error, LayoutRefused, f"the switch from {src.name!r} to {dst.name!r} is refused")
+            plan = together(LayoutRefused, f"the switch from {src.name!r} to {dst.name!r} is refused",
+                            make_plan, src.world, dst.world, self.config.transfer.staging_bytes)
             digests = gather(plan.digest)
             if len(set(digests)) > 1:
                 raise SpaceError(f"ranks made different plans from {src.name!r} to {dst.name!r}: {digests}")
@@ -170,42 +166,47 @@ class Controller:
 
     def _move(self, plan: Plan, dst: Entry, report: SwitchReport) -> None:
         """Everything of a switch that can still be taken back."""
-        job, verify = self.job, self.config.verify
-        src = self.registry.entries[self.current]
+        job, src = self.job, self.registry.entries[self.current]
         with report.phase("quiesce"):
-            _, error = attempt(job.quiesce)
-            agree(error, LayoutRefused, "the job cannot be switched at this boundary")
-            old, error = attempt(job.describe_live)
-            if error is None and old.holdings.digest() != src.own.digest():
-                error = SpaceError(f"what the rank holds is not what was described for layout {src.name!r}")
-            agree(error, SpaceError, "the old layout")
-            carried = gather(job.capture(old))
-        device = old.storages[0].device if old.storages else torch.device("cpu")
-        if verify == "digest":
+            together(LayoutRefused, "the job cannot be switched at this boundary", job.quiesce)
+            old = together(SpaceError, f"the state in layout {src.name!r}", _as_described, job.describe_live, src)
+            carried = gather(together(SpaceError, "the optimizer's settings", job.capture, old))
+        before = None
+        if self.config.verify == "digest":
             with report.phase("verify"):
-                before = Checksums(plan.src, self.rank, old.storages, device)
+                before = Checksums(plan.src, self.rank, old.storages)
         with report.phase("groups"):
             job.enter(dst.name)
         with report.phase("build"):
-            new, error = attempt(job.build, dst.name)
-            if error is None and new.holdings.digest() != dst.own.digest():
-                error = SpaceError("the model that was built is not the one that was described")
-            agree(error, LayoutRefused, f"layout {dst.name!r} cannot be built")
+            new = together(LayoutRefused, f"layout {dst.name!r} cannot be built",
+                           _as_described, functools.partial(job.build, dst.name), dst)
         with report.phase("transfer"):
             execute(plan, self.rank, old.storages, new.storages)
         with report.phase("finish"):
-            _, error = attempt(job.carry_over, carried)
-            agree(error, SpaceError, f"the optimizer's settings cannot be carried over to layout {dst.name!r}")
-        if verify != "off":
+            together(SpaceError, f"the optimizer's settings cannot be carried over to layout {dst.name!r}",
+                     job.carry_over, carried)
+        if self.config.verify != "off":
             with report.phase("verify"):
-                if verify == "digest":
-                    differences = before.differences(Checksums(plan.dst, self.rank, new.storages, device))
-                else:
-                    differences = compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages)
-                differences += job.compare_carried(carried, job.capture_next())
-                error = VerificationError("; ".join(differences[:3])) if differences else None
-                agree(error, VerificationError, f"the state differs after the switch from {src.name!r} to {dst.name!r}")
+                differences = (compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages) if before is None
+                               else before.differences(Checksums(plan.dst, self.rank, new.storages)))
+                together(VerificationError, f"the state differs after the switch from {src.name!r} to {dst.name!r}",
+                         _same_state, differences, job, carried)
             report.verify = "ok"
+
+
+def _as_described(state_of_rank, entry: Entry):
+    """What `state_of_rank()` returns. Raises SpaceError if it is not what the plan was made for."""
+    state = state_of_rank()
+    if state.holdings.digest() != entry.own.digest():
+        raise SpaceError(f"what the rank holds is not what was described for layout {entry.name!r}")
+    return state
+
+
+def _same_state(differences: list[str], job, carried) -> None:
+    """Raise VerificationError if tensors differ, or anything else that was carried over."""
+    differences = differences + job.compare_carried(carried, job.capture_next())
+    if differences:
+        raise VerificationError("; ".join(differences[:3]))
 
 
 def _sizes(args) -> dict[str, int]:

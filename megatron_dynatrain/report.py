@@ -14,9 +14,9 @@ class Report:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text("")  # a report describes one run
 
-    def event(self, kind: str, **fields) -> None:
+    def event(self, name: str, /, **fields) -> None:
         if self._path is not None:
-            line = json.dumps({"event": kind, "time": round(time.time(), 3), **fields})
+            line = json.dumps({"event": name, "time": round(time.time(), 3), **fields})
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
 

@@ -7,6 +7,7 @@ reads jobs from standard input, one JSON object a line, and answers each with on
 "timeout"} -> {"exit_codes": [...]}. Rank r writes its output to `folder`/rank<r>.log.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -36,6 +37,9 @@ def preload(kind: str, optimizer: str) -> None:
     torch.set_num_threads(1)
     runpy.run_path(str(ROOT / "scripts" / "pretrain_gpt.py"), run_name="preload")
     import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # forked ranks neither walk nor copy what is loaded here
 
 
 def run_rank(job: dict, rank: int) -> None:

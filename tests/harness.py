@@ -19,11 +19,12 @@ MODEL = {
     "disable-bias-linear": True, "untie-embeddings-and-output-weights": True, "seq-length": 16,
     "max-position-embeddings": 16,
 }
+# 320 rows of padded vocabulary at TP 1, 2 and 4, so that restarted jobs train the same model.
 TRAINING = {
-    "micro-batch-size": 1, "global-batch-size": 8, "lr": 2e-3, "min-lr": 2e-4, "lr-decay-style": "cosine",
+    "micro-batch-size": 1, "global-batch-size": 4, "lr": 2e-3, "min-lr": 2e-4, "lr-decay-style": "cosine",
     "lr-warmup-iters": 2, "lr-decay-iters": 40, "weight-decay": 0.1, "clip-grad": 1.0, "attention-dropout": 0.0,
     "hidden-dropout": 0.0, "train-iters": 8, "log-interval": 1, "eval-iters": 1, "eval-interval": 1000, "seed": 1234,
-    "tokenizer-type": "NullTokenizer", "vocab-size": 257, "make-vocab-size-divisible-by": 8, "split": "90,5,5",
+    "tokenizer-type": "NullTokenizer", "vocab-size": 257, "make-vocab-size-divisible-by": 80, "split": "90,5,5",
     "num-workers": 0, "use-distributed-optimizer": True,
 }
 CPU = {

@@ -218,6 +218,17 @@ def ask(rank, folder, requests):
     training.train_step = train_step
 
 
+def _descriptors():
+    kinds = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}").split(":")[0]
+        except OSError:
+            continue  # the one that listed the folder
+        kinds[target] = kinds.get(target, 0) + 1
+    return kinds
+
+
 def count_resources(rank, folder):
     """After each switch write what this process holds: groups, threads, descriptors, live tensors; and whether the old
     models are dead."""
@@ -239,7 +250,7 @@ def count_resources(rank, folder):
         gc.collect()
         write(folder, "resources", rank, iteration=iteration, groups=len(torch.distributed.distributed_c10d._pg_map),
               threads=len(os.listdir("/proc/self/task")), python_threads=threading.active_count(),
-              descriptors=len(os.listdir("/proc/self/fd")),
+              descriptors=_descriptors(),
               tensors=sum(isinstance(o, torch.Tensor) for o in gc.get_objects()),
               dead=all(ref() is None for refs in models for ref in refs))
 

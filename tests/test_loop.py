@@ -37,7 +37,7 @@ def assert_same_steps(steps, expected, tolerance):
 
 
 def test_eight_ranks_two_switches_same_losses(jobs, tmp_path):
-    arguments = {**TP2_PP2, "train-iters": 24}
+    arguments = {**TP2_PP2, "train-iters": 24, "global-batch-size": 8}
     plain = jobs.run(tmp_path / "plain", 8, arguments, kind="plain").assert_ok()
     switched = jobs.run(tmp_path / "switched", 8, arguments, config((4, "deep"), (14, "wide"))).assert_ok()
     assert [(e["from"], e["to"], e["verify"]) for e in switched.events_of("switch")] == [

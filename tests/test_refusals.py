@@ -11,10 +11,10 @@ TP2 = {"tensor-model-parallel-size": 2}
     pytest.param({}, {"pipeline_model_parallel_size": 8}, "world size", id="world-size-pp"),
     pytest.param({"num-layers": 6}, {"pipeline_model_parallel_size": 4}, "layers", id="layers"),
     pytest.param({"make-vocab-size-divisible-by": 1}, {"tensor_model_parallel_size": 4},
-                 "padded vocabulary of 258 rows does not divide by tensor_model_parallel_size 4", id="vocabulary"),
+                 "padded vocabulary of 257 rows does not divide by tensor_model_parallel_size 4", id="vocabulary"),
     pytest.param({**TP2, "global-batch-size": 2}, {"tensor_model_parallel_size": 1},
-                 "global_batch_size 2 does not divide by micro_batch_size 1 * data-parallel size 4", id="global-batch"),
-    pytest.param({}, {"micro_batch_size": 3}, "global_batch_size 8 does not divide by micro_batch_size 3", id="micro-batch"),
+                 "global_batch_size (2) must be divisible by", id="global-batch"),
+    pytest.param({}, {"micro_batch_size": 3}, "micro_batch_size (3)", id="micro-batch"),
 ])
 def test_declared_layouts_that_cannot_be_end_the_job_at_start(jobs, tmp_path, arguments, layout, message):
     result = jobs.run(tmp_path, 4, {**arguments, "train-iters": 2}, {"layouts": {"bad": layout}})

@@ -51,7 +51,7 @@ def test_wrong_requests_are_errors_of_the_caller_and_training_goes_on(jobs, tmp_
     errors = {record["kind"] + ": " + record["text"] for record in result.records("errors")}
     assert len(errors) == 3
     for part in ("ConfigError: there is no layout 'pip'; did you mean 'pipe'?", "LayoutRefused: ",
-                 "micro_batch_size 3"):
+                 "(micro_batch_size=3) cannot be trained here"):
         assert any(part in error for error in errors), errors
     assert result.steps == plain.steps
     assert not result.events_of("switch")

@@ -36,7 +36,7 @@ def test_every_element_names_its_coordinate(jobs, tmp_path, arguments, optimizer
 
 @pytest.mark.parametrize("verify", ["full", "digest"])
 def test_a_flipped_bit_is_found_and_the_old_layout_goes_on(jobs, tmp_path, verify):
-    arguments = {"tensor-model-parallel-size": 2, "train-iters": 6}
+    arguments = {"train-iters": 6}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
     result = jobs.run(tmp_path / verify, 4, arguments,
                       {"layouts": LAYOUTS, "schedule": [{"at_iteration": 3, "layout": "pp2"}], "verify": verify},
@@ -53,7 +53,7 @@ def test_a_flipped_bit_is_found_and_the_old_layout_goes_on(jobs, tmp_path, verif
 def test_fifty_switches_leave_nothing_behind(jobs, tmp_path):
     names = ["pp2", "tp4", "launch", "tp2pp2"]
     route = [names[i % 4] for i in range(50)]
-    result = jobs.run(tmp_path, 4, {"tensor-model-parallel-size": 2, "train-iters": 52},
+    result = jobs.run(tmp_path, 4, {"train-iters": 52},
                       {"layouts": LAYOUTS, "verify": "digest",
                        "schedule": [{"at_iteration": 1 + i, "layout": name} for i, name in enumerate(route)]},
                       probe="probes:count_resources").assert_ok()

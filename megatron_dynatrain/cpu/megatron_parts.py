@@ -12,6 +12,7 @@ def install(optimizer: str) -> None:
     """Register the replacements; each takes effect when its Megatron module is imported."""
     after_import("megatron.core.datasets.utils", _skip_needless_compilation)
     after_import("megatron.core.transformer.torch_norm", _norm_with_sequence_parallel_flag)
+    after_import("megatron.core.transformer.dot_product_attention", _attention_with_context_parallelism)
     if optimizer == "fused":
         after_import("megatron.core.optimizer.distrib_optimizer", _apex_interface_in_distributed_optimizer)
         after_import("megatron.core.optimizer", _apex_interface_in_optimizer_module)
@@ -61,6 +62,12 @@ def _norm_with_sequence_parallel_flag(module):
         return norm
 
     module.WrappedTorchNorm.__new__ = staticmethod(new)
+
+
+def _attention_with_context_parallelism(module):
+    from megatron_dynatrain.cpu import attention
+
+    attention.extend(module)
 
 
 def _apex_interface_in_distributed_optimizer(module):

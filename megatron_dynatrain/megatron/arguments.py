@@ -41,6 +41,17 @@ UNSUPPORTED = {
 }
 
 
+def check_supported(args: Namespace) -> None:
+    """Raise LayoutRefused if the job is launched with an option under which no switch is possible.
+
+    args: Megatron's, before their validation (which may stop at such an option for reasons of its own) or after it.
+    """
+    for flag, (test, why) in UNSUPPORTED.items():
+        if test(args):
+            raise LayoutRefused(f"the job was launched with {flag}, under which its layout cannot be switched: {why}; "
+                                "launch without it, or without megatron_dynatrain")
+
+
 def reason(error: BaseException) -> str:
     """What an exception says, in one line; for a bare assertion, the line of code that failed."""
     text = " ".join(str(error).split())
@@ -65,13 +76,6 @@ class ArgumentBook:
         with quiet():
             self._validate(args, self._defaults)
         return args
-
-    def check_supported(self) -> None:
-        """Raise LayoutRefused if the job was launched with an option under which no switch is possible."""
-        for flag, (test, why) in UNSUPPORTED.items():
-            if test(self.launch):
-                raise LayoutRefused(f"the job was launched with {flag}, under which its layout cannot be switched: {why}; "
-                                    "launch without it, or without megatron_dynatrain")
 
     def validated(self, layout: Layout, padded_vocab_size: int) -> Namespace:
         """The arguments of the job in `layout`. Raises LayoutRefused with Megatron's reason. Not collective."""

@@ -26,10 +26,10 @@ class Recipe:
         self._uses_groups = self._call.arguments.pop("pg_collection", None) is not None
 
     def build(self, target: Namespace, live: Namespace):
-        """(model, optimizer, scheduler) for the layout of `target`, whose arguments are the live ones. Collective.
+        """(model, optimizer, scheduler) for the layout of `target`, whose arguments are the live ones.
 
         Parameters are not initialised: every element is about to be written. No checkpoint is loaded. Optimizer states
-        exist and are zero. `parallel_state` must be that of the layout.
+        exist and are zero. `parallel_state` must be that of the layout. Collective, unless within `conversation`.
         """
         from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -36,10 +36,18 @@ class DataRecipe:
 
 
 def shut_down(iterators) -> None:
-    """End the worker processes of old iterators; their prefetched samples were not consumed and will be drawn again."""
+    """End the worker processes of old iterators and let their data sets go; samples that were prefetched but not consumed
+    will be drawn again."""
+    from megatron.core.datasets import indexed_dataset
+
+    indexed_dataset._IndexReader.__getitem__.cache_clear()  # it keeps the last readers, each with the file open
+    _shut_down(iterators)
+
+
+def _shut_down(iterators) -> None:
     if isinstance(iterators, (list, tuple)):
         for iterator in iterators:
-            shut_down(iterator)
+            _shut_down(iterator)
         return
     inner = getattr(iterators, "iterable", iterators)  # RerunDataIterator wraps the loader's iterator
     frame = getattr(inner, "gi_frame", None)

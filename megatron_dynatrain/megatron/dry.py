@@ -17,7 +17,7 @@ from megatron_dynatrain.megatron.rng import preserved_rng
 
 _FIRST_GROUP_NUMBER = 1_000_000_000  # group names are numbers; those of a dry world must not meet live ones
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
-_VALUES = ("_world", "_group_count", "_backend", "_default_pg_init_method", "all_gather_object")
+_VALUES = ("_world", "_group_count", "_backend", "_default_pg_init_method")
 
 
 @contextlib.contextmanager
@@ -35,21 +35,16 @@ def dry_world(rank: int, world_size: int):
 def _world_set_aside():
     """Give torch.distributed an empty world for the block. (The second world beside a live one: torch 2.14.)"""
     kept = {name: getattr(distributed_c10d, name) for name in (*_TABLES, *_VALUES)}
-    public, hook = dist.all_gather_object, sys.excepthook
+    hook = sys.excepthook
     try:
         for name in _TABLES:
             setattr(distributed_c10d, name, {})
         distributed_c10d._world = distributed_c10d._World()
         distributed_c10d._group_count = _FIRST_GROUP_NUMBER
-        dist.all_gather_object = distributed_c10d.all_gather_object = _answer_for_all
         yield
     finally:
         for name in distributed_c10d._pg_names.values():
             distributed_c10d._unregister_process_group(name)
         for name, value in kept.items():
             setattr(distributed_c10d, name, value)
-        dist.all_gather_object, sys.excepthook = public, hook
-
-
-def _answer_for_all(object_list, obj, group=None):
-    object_list[:] = [obj] * len(object_list)
+        sys.excepthook = hook

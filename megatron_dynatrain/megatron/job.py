@@ -9,7 +9,7 @@ import torch
 
 from megatron_dynatrain.errors import DynaTrainError, LayoutRefused
 from megatron_dynatrain.layout import Layout
-from megatron_dynatrain.megatron import carry, describe, rng
+from megatron_dynatrain.megatron import carry, conversation, describe, rng
 from megatron_dynatrain.megatron.arguments import ArgumentBook, reason, reconfigure_microbatches
 from megatron_dynatrain.megatron.build import Recipe, release
 from megatron_dynatrain.megatron.data import DataRecipe, shut_down
@@ -44,7 +44,9 @@ class MegatronJob:
         self._next: Live | None = None
         self._next_state: describe.RankState | None = None
         self._validated: dict[str, Namespace] = {}
-        self._streams: dict = {}  # random states at the boundary
+        self._said: dict[str, list] = {}  # what this rank said in a dry build of a layout (see `conversation`)
+        self.answers: dict[str, list[list]] = {}  # what all ranks said, by layout
+        self._streams: dict | None = None  # random states at the boundary
 
     # What is asked before anything is changed.
 
@@ -80,7 +82,9 @@ class MegatronJob:
                 args.rank, args.world_size, args.use_gloo_process_groups = rank, world_size, False
                 self.states.reset()
                 self.states._initialize()
-                model, optimizer, _ = self.recipe.build(target, args)
+                said = self._said[name] = []
+                with conversation.monologue(said):
+                    model, optimizer, _ = self.recipe.build(target, args)
                 return describe.describe(model, optimizer).holdings
         except DynaTrainError:
             raise
@@ -90,6 +94,14 @@ class MegatronJob:
             vars(args).clear()
             vars(args).update(kept)
             self.states.restore(live_groups)
+
+    def said(self, name: str) -> list:
+        """What this rank would say to others while building a described layout: to be gathered for `hear`."""
+        return self._said.pop(name, [])
+
+    def hear(self, name: str, said_by_rank: list[list]) -> None:
+        """Take down what all ranks say in the build of a layout, so that `build` needs no communication."""
+        self.answers.setdefault(name, [list(answers) for answers in zip(*said_by_rank, strict=True)])
 
     def describe_live(self) -> describe.RankState:
         """The state of this rank now."""
@@ -127,9 +139,10 @@ class MegatronJob:
         reconfigure_microbatches(self.args)
 
     def build(self, name: str) -> describe.RankState:
-        """Build the new model and optimizer beside the old ones, and describe them. Collective."""
+        """Build the new model and optimizer beside the old ones, and describe them. Not collective."""
         target = self._validated[name]
-        model, optimizer, scheduler = self.recipe.build(target, self.args)
+        with conversation.from_record(self.answers[name]):
+            model, optimizer, scheduler = self.recipe.build(target, self.args)
         self._next = Live(model, optimizer, scheduler, {}, target)
         self._next_state = describe.describe(model, optimizer)
         return self._next_state
@@ -166,6 +179,7 @@ class MegatronJob:
         rng.restore(self._streams)
         if not rng.same_streams(old_args, new.args):
             self.reseed(rng.seed_after_switch(self.args.seed, iteration))
+        self._streams = None
 
     def roll_back(self, name: str) -> None:
         """Back to layout `name`, whose objects are alive: everything is as it was before the switch. Not collective."""
@@ -173,7 +187,9 @@ class MegatronJob:
             release(self._next.model, self._next.optimizer)
         self._next, self._next_state = None, None
         self.enter(name)
-        rng.restore(self._streams)
+        if self._streams is not None:
+            rng.restore(self._streams)
+        self._streams = None
         for chunk in self.live.model:
             if hasattr(chunk, "restore_grad_buffers"):
                 chunk.restore_grad_buffers()
@@ -183,4 +199,5 @@ class MegatronJob:
     def forget(self, name: str) -> None:
         """Drop an undeclared layout: its arguments and the groups that only it uses. Collective."""
         self._validated.pop(name, None)
+        self.answers.pop(name, None)
         self.states.forget(name)

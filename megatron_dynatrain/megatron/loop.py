@@ -8,10 +8,13 @@ given handles in their place; the functions to which it passes them resolve a ha
 
 import copy
 import functools
+import gc
 import inspect
 
 from megatron_dynatrain import config as configuration
-from megatron_dynatrain.megatron.arguments import ArgumentBook
+from megatron_dynatrain.layout import LAUNCH
+from megatron_dynatrain.megatron import conversation
+from megatron_dynatrain.megatron.arguments import ArgumentBook, check_supported
 from megatron_dynatrain.megatron.build import Recipe
 from megatron_dynatrain.megatron.data import DataRecipe
 from megatron_dynatrain.megatron.groups import GroupPool, ParallelStates
@@ -47,13 +50,15 @@ def add_flags(session, original):
 def record_arguments(session, original):
     @functools.wraps(original)
     def validate_args(args, defaults={}):  # noqa: B006 - Megatron's own signature
-        raw = copy.deepcopy(args)
-        validated = original(args, defaults)
         path = getattr(args, "dynatrain_config", None)
-        if path is not None:
-            session.config = configuration.load(path)
-            session.job.book = ArgumentBook(raw, defaults, original)
-            session.job.book.check_supported()
+        if path is None:
+            return original(args, defaults)
+        session.config = configuration.load(path)
+        raw = copy.deepcopy(args)
+        check_supported(raw)
+        validated = original(args, defaults)
+        session.job.book = ArgumentBook(raw, defaults, original)
+        check_supported(session.job.book.launch)
         return validated
 
     return validate_args
@@ -101,8 +106,12 @@ def record_model(session, original):
     def setup_model_and_optimizer(*args, **kwargs):
         if not session.active:
             return original(*args, **kwargs)
+        # The collection after a switch, which ends the old model, need not walk what was loaded before the first one.
+        gc.collect()
+        gc.freeze()
         session.job.recipe = Recipe(original, args, kwargs, session.job.book.launch)
-        model, optimizer, scheduler = original(*args, **kwargs)
+        with conversation.overheard(session.job.answers.setdefault(LAUNCH, [])):
+            model, optimizer, scheduler = original(*args, **kwargs)
         session.job.live = Live(model, optimizer, scheduler, {}, session.job.book.launch)
         return model, Handle(session, "optimizer"), Handle(session, "scheduler")
 

@@ -43,7 +43,7 @@ def compare_bits(src: World, dst: World, rank: int, src_storages: Sequence[torch
                             REFERENCE_BYTES * MESSAGES_PER_WINDOW)
     sizes = chunks.volume * itemsize[chunks.tensor]
     batch = np.cumsum(sizes) // REFERENCE_BYTES
-    device = (list(src_storages) + list(dst_storages))[0].device
+    device = _device([*src_storages, *dst_storages])
     own_src = np.nonzero((src.rank == rank) & src.is_main)[0]
     own_dst = np.nonzero(dst.rank == rank)[0]
     differences = []
@@ -63,6 +63,13 @@ def compare_bits(src: World, dst: World, rank: int, src_storages: Sequence[torch
                 differences.append(f"{src.tensors[box.tensor[0]].name}: {len(where)} elements differ on rank {rank}, the "
                                    f"first at {tuple(first.tolist())}")
     return differences
+
+
+def _device(storages: Sequence[torch.Tensor]) -> torch.device:
+    """Where `storages` lie; for a rank that has none, where those of others do."""
+    if storages:
+        return storages[0].device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _pieces_in_chunks(world, own, chunks):
@@ -93,12 +100,14 @@ def _slices(box, chunks, row):
 class Checksums:
     """Layout-independent checksums of all logical tensors of `world`, and of the pieces of this rank.
 
-    Collective over all ranks of `group_ranks`' default process group. Take them before a switch on the old world and
-    after it on the new one; `differences` compares.
+    Collective over the default process group. Take them before a switch on the old world and after it on the new one;
+    `differences` compares.
     """
 
-    def __init__(self, world: World, rank: int, storages: Sequence[torch.Tensor], device: torch.device):
+    def __init__(self, world: World, rank: int, storages: Sequence[torch.Tensor]):
+        """storages: those of this rank, numbered as in its description; empty for a rank that is not a member."""
         self.world = world
+        device = _device(storages)
         own = np.nonzero(world.rank == rank)[0]
         pieces = torch.zeros(len(world), dtype=torch.int64, device=device)
         strides = [row_major_strides(t.shape) for t in world.tensors]
