@@ -174,7 +174,7 @@ class Controller:
         before = None
         if self.config.verify == "digest":
             with report.phase("verify"):
-                before = Checksums(plan.src, self.rank, old.storages)
+                before = Checksums(plan.src, self.rank, old.storages, plan.common)
         with report.phase("groups"):
             job.enter(dst.name)
         with report.phase("build"):
@@ -188,7 +188,7 @@ class Controller:
         if self.config.verify != "off":
             with report.phase("verify"):
                 differences = (compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages) if before is None
-                               else before.differences(Checksums(plan.dst, self.rank, new.storages)))
+                               else before.differences(Checksums(plan.dst, self.rank, new.storages, plan.common)))
                 together(VerificationError, f"the state differs after the switch from {src.name!r} to {dst.name!r}",
                          _same_state, differences, job, carried)
             report.verify = "ok"

@@ -20,7 +20,8 @@ class LogicalTensor:
     """One tensor of the job. Example: key 'decoder.layers.mlp.linear_fc2.weight', field 'exp_avg', shape (24, 512, 2048).
 
     field: 'weight' for parameters and buffers of the model, else the optimizer's name of the state ('param' is the
-    fp32 master). dtype: the torch name without prefix ('float32').
+    fp32 master). dtype: the torch name without prefix ('float32'). is_padded: whether the last rows of the first axis
+    are padding, of which layouts may have more or fewer (a vocabulary padded to a multiple of the TP size).
     """
 
     key: str
@@ -28,6 +29,7 @@ class LogicalTensor:
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
+    is_padded: bool = False
 
     @property
     def name(self) -> str:

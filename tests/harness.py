@@ -17,7 +17,7 @@ MODEL = {
     "num-layers": 4, "hidden-size": 32, "num-attention-heads": 4, "group-query-attention": True, "num-query-groups": 2,
     "ffn-hidden-size": 64, "swiglu": True, "position-embedding-type": "rope", "normalization": "RMSNorm",
     "disable-bias-linear": True, "untie-embeddings-and-output-weights": True, "seq-length": 16,
-    "max-position-embeddings": 16,
+    "max-position-embeddings": 16, "init-method-std": 0.1,
 }
 # 320 rows of padded vocabulary at TP 1, 2 and 4, so that restarted jobs train the same model.
 TRAINING = {

@@ -158,6 +158,29 @@ def test_layouts_that_disagree_about_the_state_are_refused():
         make_plan(world((0, TOP, True)), src)
 
 
+@pytest.mark.parametrize("src_rows, dst_rows", [(4, 6), (6, 4), (4, 5), (5, 5)])
+def test_padding_grows_with_zeros_and_is_dropped(src_rows, dst_rows):
+    from megatron_dynatrain.space import LogicalTensor
+    from test_space import Box, world
+
+    def padded(rows, *held):
+        return world(*held, tensor=LogicalTensor("embedding.word_embeddings.weight", "weight", (rows, 8), "float32", 4, True))
+
+    src = padded(src_rows, (0, Box((0, 0), (2, 8)), True), (1, Box((2, 0), (src_rows - 2, 8)), True))
+    dst = padded(dst_rows, (0, Box((0, 0), (dst_rows - 1, 8)), True), (1, Box((dst_rows - 1, 0), (1, 8)), True))
+    plan = make_plan(src, dst)
+    after = carried_out(plan, filled(src))
+    for rank in (0, 1):
+        for storage, start, stride, shape in zip(*plan.zeros_of(rank)):
+            strided(after[rank, int(storage)], start, stride, shape.tolist())[...] = 0
+    expected = filled(dst)
+    for rank, first in ((0, 0), (1, dst_rows - 1)):
+        rows = first + np.arange(len(expected[rank, 0]) // 8)
+        expected[rank, 0].reshape(-1, 8)[rows >= src_rows] = 0
+        assert np.array_equal(after[rank, 0], expected[rank, 0])
+    assert plan.moved_bytes == plan.minimum_bytes
+
+
 def test_a_wrong_plan_is_caught_by_its_own_check():
     from test_space import BOTTOM, TOP, world
 

@@ -70,13 +70,13 @@ def run_rank(rank, port, answers, corrupt):
     old = memory(src, rank, src_held[rank], True) if rank in SRC_RANKS else []
     new = memory(dst, rank, dst_held[rank], False) if rank in DST_RANKS else []
     wanted = memory(dst, rank, dst_held[rank], True) if rank in DST_RANKS else []
-    before = Checksums(src, rank, old)
+    before = Checksums(src, rank, old, plan.common)
     received = execute(plan, rank, old, new)
     equal = all(torch.equal(a, b) for a, b in zip(new, wanted, strict=True))
     if corrupt and rank == DST_RANKS[1]:
         new[-1][3:4].view(torch.int32)[0] ^= 1
     full = compare_bits(src, dst, rank, old, new)
-    digest = before.differences(Checksums(dst, rank, new))
+    digest = before.differences(Checksums(dst, rank, new, plan.common))
     answers.put((rank, received, equal, full, digest, plan.num_windows, plan.moved_bytes))
     dist.destroy_process_group()
 

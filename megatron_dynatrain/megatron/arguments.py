@@ -77,8 +77,11 @@ class ArgumentBook:
             self._validate(args, self._defaults)
         return args
 
-    def validated(self, layout: Layout, padded_vocab_size: int) -> Namespace:
-        """The arguments of the job in `layout`. Raises LayoutRefused with Megatron's reason. Not collective."""
+    def validated(self, layout: Layout, vocab_size: int | None) -> Namespace:
+        """The arguments of the job in `layout`. Raises LayoutRefused with Megatron's reason. Not collective.
+
+        vocab_size: the tokenizer's, without padding. The padded size stays that of the launch wherever TP divides it.
+        """
         raw = copy.deepcopy(self._raw)
         if getattr(raw, "step_batch_size_schedule", None) is None:
             raw.global_batch_size = self.launch.global_batch_size  # it must not follow the data-parallel size
@@ -87,14 +90,23 @@ class ArgumentBook:
         try:
             args = self._validated(raw)
             self._check_batch(args)
-            if padded_vocab_size % args.tensor_model_parallel_size:
-                raise LayoutRefused(f"the padded vocabulary of {padded_vocab_size} rows does not divide by "
-                                    f"tensor_model_parallel_size {args.tensor_model_parallel_size}")
+            args.padded_vocab_size = self._padded_vocab_size(args, vocab_size)
             with quiet():
                 transformer_config(args)
         except (Exception, SystemExit) as error:
             raise LayoutRefused(f"({layout}) cannot be trained here: {reason(error)}") from error
         return args
+
+    def _padded_vocab_size(self, args: Namespace, vocab_size: int | None) -> int:
+        launched = self.launch.padded_vocab_size
+        if launched % args.tensor_model_parallel_size == 0:
+            return launched
+        if vocab_size is None:
+            raise LayoutRefused(f"the padded vocabulary of {launched} rows does not divide by tensor_model_parallel_size "
+                                f"{args.tensor_model_parallel_size}, and no tokenizer says how many of them are padding")
+        from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
+        return vocab_size_with_padding(vocab_size, args, logging_enabled=False)
 
     @staticmethod
     def _check_batch(args: Namespace) -> None:

@@ -66,6 +66,8 @@ class Recipe:
             if model is not None:
                 kind = type(model.transformer)
                 _overlay(model.transformer, transformer_config(self._launch, kind), transformer_config(target, kind))
+                if hasattr(model, "should_pad_vocab"):  # Megatron would pad for the new TP size
+                    model.vocab_size, model.should_pad_vocab = target.padded_vocab_size, False
         return container
 
 

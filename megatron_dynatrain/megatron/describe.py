@@ -35,6 +35,7 @@ class LocalPiece:
     local_offset: tuple[int, ...]
     shape: tuple[int, ...]
     replica_id: tuple[int, ...]
+    is_padded: bool = False
 
     @property
     def num_prepended(self) -> int:
@@ -153,7 +154,8 @@ def _global_shape_of(local: LocalPiece, shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def _piece(local, field_name, tensor, box, storage, start, strides, is_main) -> Piece:
-    logical = LogicalTensor(local.key, field_name, local.global_shape, _dtype_name(tensor), tensor.element_size())
+    logical = LogicalTensor(local.key, field_name, local.global_shape, _dtype_name(tensor), tensor.element_size(),
+                            local.is_padded)
     return Piece(logical, box, storage, start, (0,) * local.num_prepended + tuple(strides), is_main)
 
 
@@ -211,7 +213,7 @@ def _locate(owner: torch.Tensor, sharded) -> LocalPiece:
         local_offset.append(index)
     replica_id = sharded.replica_id if isinstance(sharded.replica_id, tuple) else (sharded.replica_id,)
     return LocalPiece(sharded.key, tuple(sharded.global_shape), tuple(sharded.global_offset), tuple(local_offset),
-                      tuple(view.shape), replica_id)
+                      tuple(view.shape), replica_id, bool(sharded.allow_shape_mismatch))
 
 
 def _owned_params(part) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None, dict]]:

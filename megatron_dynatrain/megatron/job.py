@@ -40,7 +40,7 @@ class MegatronJob:
         self.states: ParallelStates | None = None
         self.reseed = None  # Megatron's `_set_random_seed` as the job called it, taking the seed
         self.live: Live | None = None
-        self._padded_vocab_size = 0
+        self._vocab_size: int | None = None
         self._next: Live | None = None
         self._next_state: describe.RankState | None = None
         self._validated: dict[str, Namespace] = {}
@@ -52,8 +52,10 @@ class MegatronJob:
 
     def start(self, launch: str) -> None:
         """Complete the picture at the entry of the first `train`: nothing has been trained, everything is built."""
-        args = self.args
-        self._padded_vocab_size = args.padded_vocab_size
+        from megatron.training import global_vars
+
+        self._vocab_size = getattr(global_vars._GLOBAL_TOKENIZER, "vocab_size", None)
+        self.book.launch.padded_vocab_size = self.args.padded_vocab_size
         self.states.remember(launch)
         self._validated[launch] = self.live.args = self.book.launch
 
@@ -67,7 +69,7 @@ class MegatronJob:
     def check(self, name: str, layout: Layout) -> None:
         """Raise LayoutRefused if Megatron cannot train `layout`. Not collective, changes nothing."""
         if name not in self._validated:
-            self._validated[name] = self.book.validated(layout, self._padded_vocab_size)
+            self._validated[name] = self.book.validated(layout, self._vocab_size)
 
     def describe_dry(self, name: str, rank: int, world_size: int) -> Holdings:
         """What `rank` of `world_size` would hold in a checked layout, without building it for real. Not collective."""

@@ -18,6 +18,7 @@ def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_sto
     not a member. The two sets must not share memory. Scratch is at most twice `plan.staging_bytes`.
     """
     with torch.no_grad():
+        _fill_padding(plan, rank, dst_storages)
         _copy_locally(plan, rank, src_storages, dst_storages)
         received = 0
         for window in range(plan.num_windows):
@@ -27,10 +28,17 @@ def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_sto
 
 def views(plan: Plan, side: str, rows: np.ndarray, storages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensor views, shaped as their boxes, in which the copies `rows` lie on one side ('src' or 'dst')."""
-    storage, start, stride = (column.tolist() for column in plan.addresses(side, rows))
-    shapes = plan.boxes.shape[rows].tolist()
-    return [torch.as_strided(storages[s], shape, step, storages[s].storage_offset() + begin)
-            for s, begin, step, shape in zip(storage, start, stride, shapes, strict=True)]
+    return _strided(storages, *plan.addresses(side, rows), plan.boxes.shape[rows])
+
+
+def _strided(storages, storage, start, stride, shape) -> list[torch.Tensor]:
+    return [torch.as_strided(storages[s], extent, step, storages[s].storage_offset() + begin)
+            for s, begin, step, extent in zip(*(column.tolist() for column in (storage, start, stride, shape)), strict=True)]
+
+
+def _fill_padding(plan, rank, dst_storages):
+    for piece in _strided(dst_storages, *plan.zeros_of(rank)):
+        piece.zero_()
 
 
 def _copy_locally(plan, rank, src_storages, dst_storages):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dynatrain.geometry import BoxTable, intersect, overlaps, row_major_strides
+from megatron_dynatrain.geometry import BoxTable, intersect, overlaps, row_major_strides, subtract
 from megatron_dynatrain.planning.windows import MESSAGES_PER_WINDOW, split_large
 from megatron_dynatrain.space import World, whole_tensors
 
@@ -36,7 +36,8 @@ def compare_bits(src: World, dst: World, rank: int, src_storages: Sequence[torch
                  dst_storages: Sequence[torch.Tensor]) -> list[str]:
     """Differences found on this rank, a sentence each, naming tensor and coordinate; empty if all its pieces are right.
 
-    Collective over all ranks of both worlds. `src.tensors` and `dst.tensors` are equal.
+    Collective over all ranks of both worlds. `src.tensors` and `dst.tensors` are equal up to padding; padding that only
+    the new layout has must be zero.
     """
     itemsize = np.array([t.itemsize for t in src.tensors], np.int64)
     chunks, _ = split_large(whole_tensors(src.tensors, src.boxes.offset.shape[1]), itemsize,
@@ -62,6 +63,9 @@ def compare_bits(src: World, dst: World, rank: int, src_storages: Sequence[torch
                 first = (where[0].cpu().numpy() + box.offset[0])[: len(src.tensors[box.tensor[0]].shape)]
                 differences.append(f"{src.tensors[box.tensor[0]].name}: {len(where)} elements differ on rank {rank}, the "
                                    f"first at {tuple(first.tolist())}")
+    beyond, row, *_ = subtract(dst.boxes[own_dst], whole_tensors(src.tensors, src.boxes.offset.shape[1]))
+    differences += [f"{dst.tensors[dst.boxes.tensor[own_dst[i]]].name}: new padding is not zero on rank {rank}"
+                    for k, i in enumerate(row.tolist()) if _view(dst, own_dst[i], dst_storages, beyond, k).any()]
     return differences
 
 
@@ -98,15 +102,17 @@ def _slices(box, chunks, row):
 
 
 class Checksums:
-    """Layout-independent checksums of all logical tensors of `world`, and of the pieces of this rank.
+    """Layout-independent checksums of all logical tensors of `world` within the boxes `common`, and of the pieces of this rank.
 
     Collective over the default process group. Take them before a switch on the old world and after it on the new one;
     `differences` compares.
     """
 
-    def __init__(self, world: World, rank: int, storages: Sequence[torch.Tensor]):
-        """storages: those of this rank, numbered as in its description; empty for a rank that is not a member."""
+    def __init__(self, world: World, rank: int, storages: Sequence[torch.Tensor], common: BoxTable):
+        """storages: those of this rank, numbered as in its description; empty for a rank that is not a member.
+        common: one box a tensor, the part that both layouts have (`Plan.common`)."""
         self.world = world
+        self._stop = common.shape
         device = _device(storages)
         own = np.nonzero(world.rank == rank)[0]
         pieces = torch.zeros(len(world), dtype=torch.int64, device=device)
@@ -133,14 +139,18 @@ class Checksums:
         unequal = torch.nonzero(low != high).flatten().cpu().numpy()
         self.unequal_replicas = np.unique(world.boxes.tensor[np.isin(group, unequal)]).tolist()
 
-    @staticmethod
-    def _hash(world, row, storages, global_strides) -> torch.Tensor:
+    def _hash(self, world, row, storages, global_strides) -> torch.Tensor:
         """Sum over the elements of a piece of a 64-bit mix of their bits and their global linear index."""
         num_axes = len(global_strides)
-        bits = _view(world, row, storages).to(torch.int64)
+        offsets = world.boxes.offset[row]
+        extents = np.minimum(world.boxes.shape[row], self._stop[world.boxes.tensor[row]] - offsets)
+        if (extents <= 0).any():
+            return 0
+        part = BoxTable(world.boxes.tensor[row:row + 1], offsets[None], extents[None])
+        bits = _view(world, row, storages, part).to(torch.int64)
         index = torch.zeros((), dtype=torch.int64, device=bits.device)
         for axis in range(num_axes):
-            offset, extent = int(world.boxes.offset[row, axis]), int(world.boxes.shape[row, axis])
+            offset, extent = int(offsets[axis]), int(extents[axis])
             steps = torch.arange(offset, offset + extent, dtype=torch.int64, device=bits.device) * global_strides[axis]
             index = index + steps.view([-1 if a == axis else 1 for a in range(bits.dim())])
         mixed = (bits ^ (index * -7046029254386353131)) * -4658895280553007687
