@@ -16,8 +16,9 @@ setup(
     packages=find_packages(include=["megatron_dynatrain", "megatron_dynatrain.*"]),
     install_requires=["torch", "numpy", "PyYAML", "msgspec"],
     extras_require={
-        # What this release was checked against, on the CPU. psutil: Megatron's torch_dist checkpoints need it.
-        "megatron": ["torch==2.14.1", "megatron-core==0.19.2", "psutil"],
+        # What this release was checked against, on the CPU. Megatron needs psutil for torch_dist
+        # checkpoints and einops for several instances of the distributed optimizer, and does not ask for them.
+        "megatron": ["torch==2.14.1", "megatron-core==0.19.2", "psutil", "einops"],
         "demo": ["matplotlib", "rich"],
         "test": ["pytest", "hypothesis"],
     },

@@ -21,9 +21,9 @@ from megatron_dynatrain.layout import LAUNCH, Layout, nearest
 
 
 class ScheduledSwitch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One planned switch: to `layout`, after iteration `at_iteration` has finished."""
+    """One planned switch: to `layout`, after iteration `at_iteration` has finished; 0 is before the first step."""
 
-    at_iteration: Annotated[int, msgspec.Meta(ge=1)]
+    at_iteration: Annotated[int, msgspec.Meta(ge=0)]
     layout: str
 
 

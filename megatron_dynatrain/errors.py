@@ -3,6 +3,8 @@
 A message has four parts: what was asked, what is true (with values), what would follow, what to do.
 """
 
+import traceback
+
 
 class DynaTrainError(Exception):
     """Base of all errors that this package raises on purpose."""
@@ -26,3 +28,12 @@ class SpaceError(DynaTrainError, RuntimeError):
 
 class VerificationError(DynaTrainError, RuntimeError):
     """State after a switch differs from the state before it."""
+
+
+def reason(error: BaseException, limit: int = 400) -> str:
+    """What somebody else's exception says, in one line of at most `limit` characters; for a bare assertion, the line of
+    code that failed."""
+    text = " ".join(str(error).split())
+    if not text and error.__traceback__ is not None:
+        text = "assertion failed: " + (traceback.extract_tb(error.__traceback__)[-1].line or "")
+    return text[:limit] + " ..." if len(text) > limit else text or type(error).__name__

@@ -56,7 +56,7 @@ class Session:
                            schedule=[[switch.at_iteration, switch.layout] for switch in self.config.schedule])
         store = dist.distributed_c10d._get_default_store()
         self._requests = Requests(store, dist.get_rank(), dist.get_world_size(), self._look_at_next_boundary)
-        self._set_boundary(iteration)
+        self.at_boundary(iteration)  # what is due before the first step
 
     def _look_at_next_boundary(self) -> None:
         self.boundary = 0

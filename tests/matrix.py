@@ -10,6 +10,8 @@ STEPS = 5
 
 MOE = {"num-experts": 4, "moe-router-topk": 2, "moe-ffn-hidden-size": 32, "moe-token-dispatcher-type": "alltoall",
        "moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.01}
+MLA = {"multi-latent-attention": True, "group-query-attention": None, "num-query-groups": None, "q-lora-rank": 16,
+       "kv-lora-rank": 16, "qk-head-dim": 8, "qk-pos-emb-head-dim": 4, "v-head-dim": 12, "rope-type": "rope"}
 
 
 def layout(tp=1, pp=1, **more):
@@ -91,17 +93,15 @@ ROUTES = {
         {**MOE, "num-layers": 8}, [moe(2, pp=2), moe(2, pp=2, num_layers_per_virtual_pipeline_stage=2), moe(1, pp=4),
                                    moe(2, 2, tp=2), moe(2, pp=2)]),
     # Other attention, other heads.
-    "mla": Route(
-        {"multi-latent-attention": True, "group-query-attention": None, "num-query-groups": None, "q-lora-rank": 16,
-         "kv-lora-rank": 16, "qk-head-dim": 8, "qk-pos-emb-head-dim": 4, "v-head-dim": 12, "rope-type": "rope", "qk-layernorm": True},
-        [layout(2, 1), layout(1, 2), layout(4, 1), layout(2, 2), cp(2), layout(2, 1)]),
+    # Megatron's local MLA has other gradients at TP 2 than at TP 1, also after a restart (test_loop compares with that), so
+    # the steps are compared where TP stays; the change of TP at the end is compared in state only.
+    "mla": Route({**MLA, "qk-layernorm": True}, [layout(1, 1), layout(1, 2), cp(2), layout(1, 4), cp(2, pp=2), layout(1, 1)]),
+    "mla-tensor-parallel": Route(MLA, [layout(2, 1), layout(1, 2), layout(4, 1), layout(2, 2), layout(2, 1)], tolerance=2e-2),
     "mtp": Route({"mtp-num-layers": 1}, [layout(1, 2), layout(2, 2), layout(1, 1), layout(1, 4), layout(2, 1), layout(1, 2)]),
+    # Megatron cannot make a checkpoint of this one at PP > 1 (test_refusals).
     "mtp-tied": Route({"mtp-num-layers": 1, "untie-embeddings-and-output-weights": None},
-                      [layout(2, 1), layout(1, 2), layout(2, 2), layout(2, 1)]),
-    "mtp-moe-mla": Route(
-        {**MOE, "mtp-num-layers": 1, "multi-latent-attention": True, "group-query-attention": None, "num-query-groups": None,
-         "q-lora-rank": 16, "kv-lora-rank": 16, "qk-head-dim": 8, "qk-pos-emb-head-dim": 4, "v-head-dim": 12, "rope-type": "rope"},
-        [moe(2, pp=2), moe(4), moe(2, 2, tp=2), moe(1, pp=2), moe(2, pp=2)]),
+                      [layout(2, 1), layout(1, 1), cp(2), layout(2, 1)]),
+    "mtp-moe-mla": Route({**MOE, **MLA, "mtp-num-layers": 1}, [moe(2, pp=2), moe(4), moe(1, pp=2), moe(1), moe(2, pp=2)]),
 }
 
 

@@ -40,7 +40,7 @@ def test_everything_arrives():
     ("dynatrain: {verify: ful}", ["`dynatrain.verify`", "'ful'"]),
     ("dynatrain: {schedule: [{at_iteration: 3, layout: dep}], layouts: {deep: {}}}",
      ["`dynatrain.schedule[0]`: there is no layout 'dep'", "did you mean 'deep'?"]),
-    ("dynatrain: {schedule: [{at_iteration: 0, layout: launch}]}", ["`dynatrain.schedule[0].at_iteration`", ">= 1"]),
+    ("dynatrain: {schedule: [{at_iteration: -1, layout: launch}]}", ["`dynatrain.schedule[0].at_iteration`", ">= 0"]),
     ("dynatrain: {schedule: [{at_iteration: 5, layout: launch}, {at_iteration: 4, layout: launch}]}",
      ["`dynatrain.schedule[1]`: at_iteration 4 comes after 5"]),
     ("dynatrain: {schedule: [{iteration: 5, layout: launch}]}",

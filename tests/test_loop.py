@@ -1,5 +1,6 @@
 """A running job changes layout: the steps after it, the data, the log, and what the loop does around them."""
 
+import random
 import re
 
 import pytest
@@ -60,6 +61,24 @@ def test_there_and_back_without_a_step_leaves_later_steps_bit_identical(jobs, tm
     plain = jobs.run(tmp_path / "plain", 4, TP2_PP2, kind="plain").assert_ok()
     back = jobs.run(tmp_path / "back", 4, TP2_PP2, config((3, "data"), (3, "deep"), (3, "launch"))).assert_ok()
     assert [e["to"] for e in back.events_of("switch")] == ["data", "deep", "launch"]
+    assert back.steps == plain.steps
+
+
+def test_switch_before_the_first_step(jobs, tmp_path):
+    plain = jobs.run(tmp_path / "plain", 4, TP2_PP2, kind="plain").assert_ok()
+    switched = jobs.run(tmp_path / "switched", 4, TP2_PP2, config((0, "data"), (1, "deep"))).assert_ok()
+    assert [(e["iteration"], e["verify"]) for e in switched.events_of("switch")] == [(0, "ok"), (1, "ok")]
+    assert_same_steps(switched.steps, plain.steps, 1e-5)
+    assert switched.samples == plain.samples
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ten_random_switches_and_back_leave_later_steps_bit_identical(jobs, tmp_path, seed):
+    names = random.Random(seed).choices([*LAYOUTS, "launch"], k=10)
+    route = [name for name, previous in zip(names, ["launch", *names]) if name != previous]
+    plain = jobs.run(tmp_path / "plain", 4, TP2_PP2, kind="plain").assert_ok()
+    back = jobs.run(tmp_path / "back", 4, TP2_PP2, config(*[(3, name) for name in route], (3, "launch"))).assert_ok()
+    assert len(back.events_of("switch")) >= len(route)
     assert back.steps == plain.steps
 
 
@@ -127,6 +146,20 @@ def test_switch_equals_stop_and_restart_by_megatron(jobs, tmp_path):
     restarted = jobs.run(tmp_path / "restart", 4, {**form, "load": tmp_path / "ckpt"}, kind="plain").assert_ok()
     switched = jobs.run(tmp_path / "switched", 4, {**TP2_PP2, **form}, config((4, "data"))).assert_ok()
     assert_same_steps({i: s for i, s in switched.steps.items() if i > 4}, restarted.steps, 1e-5)
+
+
+def test_switch_equals_restart_where_megatron_itself_depends_on_the_layout(jobs, tmp_path):
+    """Local multi-latent attention has other gradients at TP 2 than at TP 1: the steps are those of a run started there."""
+    from matrix import MLA
+
+    form = {**MLA, "ckpt-format": "torch_dist", "dist-ckpt-optim-fully-reshardable": True, "train-iters": 8}
+    jobs.run(tmp_path / "stop", 4, {**form, "save": tmp_path / "ckpt", "save-interval": 100, "exit-interval": 3},
+             kind="plain").assert_ok()
+    restarted = jobs.run(tmp_path / "restart", 4, {**form, **TP2, "load": tmp_path / "ckpt"}, kind="plain").assert_ok()
+    switched = jobs.run(tmp_path / "switched", 4, form,
+                        {"layouts": {"tp2": {"tensor_model_parallel_size": 2}}, "schedule": schedule((3, "tp2")),
+                         "verify": "full"}).assert_ok()
+    assert_same_steps({i: s for i, s in switched.steps.items() if i > 3}, restarted.steps, 1e-5)
 
 
 def test_switching_after_a_load(jobs, tmp_path):

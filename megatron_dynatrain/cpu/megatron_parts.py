@@ -13,6 +13,8 @@ def install(optimizer: str) -> None:
     after_import("megatron.core.datasets.utils", _skip_needless_compilation)
     after_import("megatron.core.transformer.torch_norm", _norm_with_sequence_parallel_flag)
     after_import("megatron.core.transformer.dot_product_attention", _attention_with_context_parallelism)
+    after_import("megatron.core.transformer.moe.moe_utils", _split_sizes_as_numbers)
+    after_import("megatron.core.tensor_parallel.mappings", _uneven_splits_over_gloo)
     if optimizer == "fused":
         after_import("megatron.core.optimizer.distrib_optimizer", _apex_interface_in_distributed_optimizer)
         after_import("megatron.core.optimizer", _apex_interface_in_optimizer_module)
@@ -68,6 +70,41 @@ def _attention_with_context_parallelism(module):
     from megatron_dynatrain.cpu import attention
 
     attention.extend(module)
+
+
+def _split_sizes_as_numbers(module):
+    move = module.maybe_move_tensor_to_cpu
+
+    def maybe_move_tensor_to_cpu(tensor, as_numpy=False, *args, **kwargs):
+        moved = move(tensor, as_numpy, *args, **kwargs)
+        return moved.numpy() if as_numpy and hasattr(moved, "numpy") else moved
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _uneven_splits_over_gloo(module):
+    import torch
+    import torch.distributed as dist
+
+    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def _gather_along_first_dim(input_, group, output_split_sizes=None, *args, **kwargs):
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *args, **kwargs)
+        sizes = [int(size) for size in output_split_sizes]
+        output = input_.new_empty(sum(sizes), *input_.shape[1:])
+        dist.all_to_all_single(output, torch.cat([input_] * group.size()), sizes, [input_.shape[0]] * group.size(), group=group)
+        return output
+
+    def _reduce_scatter_along_first_dim(input_, group, input_split_sizes=None, *args, **kwargs):
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return torch.split(total, [int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = (
+        _gather_along_first_dim, _reduce_scatter_along_first_dim)
 
 
 def _apex_interface_in_distributed_optimizer(module):

@@ -8,10 +8,9 @@ and they alone are set on the live namespace.
 
 import copy
 import inspect
-import traceback
 from argparse import Namespace
 
-from megatron_dynatrain.errors import LayoutRefused
+from megatron_dynatrain.errors import LayoutRefused, reason
 from megatron_dynatrain.layout import Layout
 from megatron_dynatrain.megatron.quiet import quiet
 
@@ -52,12 +51,7 @@ def check_supported(args: Namespace) -> None:
                                 "launch without it, or without megatron_dynatrain")
 
 
-def reason(error: BaseException) -> str:
-    """What an exception says, in one line; for a bare assertion, the line of code that failed."""
-    text = " ".join(str(error).split())
-    if not text and error.__traceback__ is not None:
-        text = "assertion failed: " + traceback.extract_tb(error.__traceback__)[-1].line
-    return text or type(error).__name__
+_UNSHARDED = {"micro_batch_size": "", "data_parallel_size": " or with --no-data-sharding"}
 
 
 class ArgumentBook:
@@ -90,6 +84,7 @@ class ArgumentBook:
         try:
             args = self._validated(raw)
             self._check_batch(args)
+            self._check_samples(args)
             args.padded_vocab_size = self._padded_vocab_size(args, vocab_size)
             with quiet():
                 transformer_config(args)
@@ -116,6 +111,18 @@ class ArgumentBook:
             if batch and batch % (micro * args.data_parallel_size):
                 raise LayoutRefused(f"{kind}global_batch_size {batch} does not divide by {kind}micro_batch_size {micro} * "
                                     f"data-parallel size {args.data_parallel_size}")
+
+    def _check_samples(self, args: Namespace) -> None:
+        """Refuse what would change which samples a step sees: the random sampler shuffles within a share of the data set for
+        each data-parallel rank, or within whole micro batches (megatron-core 0.19: MegatronPretrainingRandomSampler)."""
+        if args.dataloader_type != "cyclic":
+            return
+        names = ["micro_batch_size"] + (["data_parallel_size"] if args.data_sharding else [])
+        for name in names:
+            old, new = getattr(self.launch, name), getattr(args, name)
+            if old != new:
+                raise LayoutRefused(f"{name} would change from {old} to {new}, and with it the order in which --dataloader-type "
+                                    f"cyclic draws samples; launch with --dataloader-type single{_UNSHARDED[name]}")
 
     def apply(self, target: Namespace, live: Namespace) -> None:
         """Set the layout-dependent fields of the live namespace to those of `target`."""

@@ -12,6 +12,8 @@ from megatron_dynatrain.errors import SpaceError
 from megatron_dynatrain.megatron.describe import OwnedParam, leaf_optimizers
 
 _STEP = "step"
+# What a group says of the layout and not of its parameters: at EP 1 experts are in the dense group.
+_OF_LAYOUT = ("params", "is_expert_parallel")
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ def capture(optimizer, scheduler, owned: list[OwnedParam]) -> Carried:
     carried = Carried(scheduler={name: value for name, value in vars(scheduler).items() if name != "optimizer"})
     number: dict[str, int] = {}
     for param in owned:
-        settings = {name: value for name, value in param.group.items() if name != "params"}
+        settings = {name: value for name, value in param.group.items() if name not in _OF_LAYOUT}
         step = param.optimizer.state.get(param.main_param, {}).get(_STEP)
         if step is not None:
             settings[_STEP] = float(step)

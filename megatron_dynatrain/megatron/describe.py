@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_dynatrain.errors import SpaceError
+from megatron_dynatrain.errors import SpaceError, reason
 from megatron_dynatrain.geometry import Box, flat_interval_boxes, row_major_strides
 from megatron_dynatrain.space import Holdings, LogicalTensor, Piece, Storage
 
@@ -169,7 +169,12 @@ def _model_tensors(chunk) -> Iterator[tuple[str, torch.Tensor, tuple[LocalPiece,
     named = {id(tensor): (name, tensor) for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]
              if id(tensor) in persistent}
     located: dict[int, list[LocalPiece]] = {identity: [] for identity in named}
-    for owner, sharded in _sharded_tensors(chunk.sharded_state_dict(metadata=metadata)):
+    try:
+        tree = chunk.sharded_state_dict(metadata=metadata)
+    except Exception as error:
+        raise SpaceError("Megatron cannot make a sharded_state_dict of this model in this layout, so it could not save a "
+                         f"checkpoint either: {reason(error)}") from error
+    for owner, sharded in _sharded_tensors(tree):
         if owner is None or id(owner) not in named:
             raise SpaceError(f"{sharded.key} in Megatron's sharded_state_dict is no view of a parameter or buffer, so it "
                              "cannot be moved in place; this kind of module is not supported")

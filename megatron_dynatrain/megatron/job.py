@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dynatrain.errors import DynaTrainError, LayoutRefused
+from megatron_dynatrain.errors import DynaTrainError, LayoutRefused, reason
 from megatron_dynatrain.layout import Layout
 from megatron_dynatrain.megatron import carry, conversation, describe, rng
-from megatron_dynatrain.megatron.arguments import ArgumentBook, reason, reconfigure_microbatches
+from megatron_dynatrain.megatron.arguments import ArgumentBook, reconfigure_microbatches
 from megatron_dynatrain.megatron.build import Recipe, release
 from megatron_dynatrain.megatron.data import DataRecipe, shut_down
 from megatron_dynatrain.megatron.dry import dry_world
@@ -178,9 +178,8 @@ class MegatronJob:
         del old
         gc.collect()
         torch.cuda.empty_cache()
-        rng.restore(self._streams)
-        if not rng.same_streams(old_args, new.args):
-            self.reseed(rng.seed_after_switch(self.args.seed, iteration))
+        rng.settle(self._streams, old_args, new.args,
+                   lambda: self.reseed(rng.seed_after_switch(self.args.seed, iteration)))
         self._streams = None
 
     def roll_back(self, name: str) -> None:

@@ -150,6 +150,9 @@ def train_in_segments(session, original):
         train_iters = live_args.train_iters
         session.start(live_args.iteration, train_iters)
         while True:
+            if session.pending:
+                session.switch(live_args.iteration)
+                _at_first_step(session.close_report)
             try:
                 iteration, flops = _one_segment(session, original, signature, args, kwargs)
             finally:
@@ -159,8 +162,6 @@ def train_in_segments(session, original):
                 return iteration, flops
             live_args.iteration, live_args.num_floating_point_operations_so_far = iteration, flops
             _stop_timer("interval-time")
-            session.switch(iteration)
-            _at_first_step(session.close_report)
 
     return train
 

@@ -1,9 +1,9 @@
 """Random state across a switch.
 
 Megatron derives its streams from a rank's coordinates (seed, pipeline rank, tensor rank, expert ranks). The rule here, the
-same on every rank: where a switch keeps tensor, pipeline and expert parallelism, every stream goes on as it was; where
-it changes one of them, all streams are derived anew for the new coordinates by Megatron's own function, from a seed that
-depends on the launch seed and the iteration only. So A -> B -> A is reproducible, ranks that share a stream share it
+same on every rank: where a switch keeps tensor and pipeline parallelism, every stream goes on as it was, but for the stream
+of the experts where their parallelism changes; where it does not, all are derived anew for the new coordinates by Megatron's
+own function, from a seed that depends on the launch seed and the iteration only. So A -> B -> A is reproducible, ranks that share a stream share it
 after the switch too, and ranks with distinct streams have distinct ones.
 """
 
@@ -47,11 +47,28 @@ def preserved_rng():
         restore(state)
 
 
-def same_streams(old: Namespace, new: Namespace) -> bool:
-    """Whether every rank has the same coordinates for its streams under both layouts' arguments."""
-    names = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-             "expert_tensor_parallel_size", "use_tp_pp_dp_mapping")
-    return all(getattr(old, name) == getattr(new, name) for name in names)
+_DENSE = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_tp_pp_dp_mapping")
+_EXPERT = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def settle(streams: dict, old: Namespace, new: Namespace, reseed) -> None:
+    """Set the streams of the new layout: those whose coordinates stay go on from `streams`, the others are derived anew.
+
+    streams: from `capture`, at the boundary. old, new: the arguments of both layouts. reseed: derives all streams for the
+    live coordinates. Not collective; all ranks decide alike.
+    """
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+
+    same = lambda names: all(getattr(old, name) == getattr(new, name) for name in names)  # noqa: E731
+    if same(_DENSE + _EXPERT):
+        restore(streams)
+        return
+    reseed()
+    if same(_DENSE):
+        expert = get_expert_parallel_rng_tracker_name()
+        anew = get_cuda_rng_tracker().get_states()[expert]
+        restore({**streams, "tracker": {**streams["tracker"], expert: anew}})
 
 
 def seed_after_switch(seed: int, iteration: int) -> int:
