@@ -7,6 +7,7 @@ reads jobs from standard input, one JSON object a line, and answers each with on
 "timeout"} -> {"exit_codes": [...]}. Rank r writes its output to `folder`/rank<r>.log.
 """
 
+import argparse
 import gc
 import json
 import os
@@ -37,6 +38,20 @@ def preload(kind: str, optimizer: str) -> None:
     torch.set_num_threads(1)
     runpy.run_path(str(ROOT / "scripts" / "pretrain_gpt.py"), run_name="preload")
     import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    # Every job parses arguments, for whose help Megatron parses its own sources: once is enough.
+    read, known = ArgumentGroupFactory._get_field_docstrings, {}
+
+    def docstrings(self, config_class):
+        if config_class not in known:
+            known[config_class] = read(self, config_class)
+        return dict(known[config_class])
+
+    ArgumentGroupFactory._get_field_docstrings = docstrings
+    add_megatron_arguments(argparse.ArgumentParser())
 
     gc.collect()
     gc.freeze()  # forked ranks neither walk nor copy what is loaded here

@@ -109,7 +109,7 @@ class Jobs:
         argv = [str(ROOT / "scripts" / "pretrain_gpt.py")]
         for name, value in merged.items():
             if value is not None and value is not False:
-                argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+                argv += [f"--{name}"] if value is True else [f"--{name}", *str(value).split()]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -255,3 +255,38 @@ def count_resources(rank, folder):
               dead=all(ref() is None for refs in models for ref in refs))
 
     type(session).switch = counted
+
+
+def streams(rank, folder):
+    """After each step write a hash of every random stream of this rank."""
+    import hashlib
+
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.training import training
+
+    record(rank, folder)
+    log = training.training_log
+
+    def training_log(*args, **kwargs):
+        states = {"default": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+        write(folder, "streams", rank, rank=rank, iteration=args[3] if len(args) > 3 else kwargs["iteration"],
+              streams={name: hashlib.md5(state.numpy().tobytes()).hexdigest() for name, state in states.items()})
+        return log(*args, **kwargs)
+
+    training.training_log = training_log
+
+
+def freeze(rank, folder, part):
+    """A user's model in which parameters whose name contains `part` are not trained."""
+    from megatron.core.models.gpt import GPTModel
+
+    record(rank, folder)
+    build = GPTModel.__init__
+
+    def __init__(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        for name, param in self.named_parameters():
+            param.requires_grad_(part not in name)
+
+    GPTModel.__init__ = __init__

@@ -33,6 +33,8 @@ def assert_same_steps(steps, expected, tolerance):
     assert sorted(steps) == sorted(expected)
     for iteration, step in steps.items():
         for name in ("loss", "grad_norm"):
+            if expected[iteration]["skipped"]:
+                continue  # the numbers of a step that overflowed mean nothing
             assert step[name] == pytest.approx(expected[iteration][name], rel=tolerance, abs=0), (iteration, name)
         assert step["lr"] == expected[iteration]["lr"], iteration
 
@@ -102,6 +104,11 @@ def test_idle_plugin_changes_no_bit(jobs, tmp_path):
     pytest.param({"overlap-grad-reduce": True, "overlap-param-gather": True, "bf16": True}, "fused", 2e-2,
                  id="overlap-param-gather-bf16"),
     pytest.param({"untie-embeddings-and-output-weights": None}, "fused", 1e-5, id="tied-embeddings"),
+    pytest.param({"fp16": True, "initial-loss-scale": 2.0**18, "min-loss-scale": 1.0, "loss-scale-window": 3, "hysteresis": 1,
+                  "use-distributed-optimizer": None}, "fused", 2e-2, id="fp16-not-distributed"),
+    pytest.param({"fp16": True, "initial-loss-scale": 2.0**30, "loss-scale-window": 3, "hysteresis": 2}, "fused", 2e-2,
+                 id="fp16-after-skipped-steps"),
+    pytest.param({"decoupled-lr": 1e-3, "decoupled-min-lr": 1e-4}, "fused", 1e-5, id="own-learning-rates"),
     pytest.param({"optimizer": "sgd", "use-distributed-optimizer": None, "lr": 0.05}, "fused", 1e-5, id="sgd"),
 ])
 def test_kinds_of_optimizer_and_precision(jobs, tmp_path, arguments, optimizer, tolerance):
@@ -110,6 +117,18 @@ def test_kinds_of_optimizer_and_precision(jobs, tmp_path, arguments, optimizer, 
     switched = jobs.run(tmp_path / "switched", 4, arguments, config((2, "data"), (5, "deep")), optimizer=optimizer).assert_ok()
     assert [e["verify"] for e in switched.events_of("switch")] == ["ok", "ok"]
     assert_same_steps(switched.steps, plain.steps, tolerance)
+    for iteration, step in switched.steps.items():
+        assert (step["skipped"], step["loss_scale"]) == tuple(plain.steps[iteration][k] for k in ("skipped", "loss_scale"))
+
+
+@pytest.mark.parametrize("part", ["embedding", "linear_qkv"])
+def test_frozen_parameters(jobs, tmp_path, part):
+    arguments = {**TP2_PP2, "train-iters": 8}
+    plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain", probe="probes:freeze", part=part).assert_ok()
+    switched = jobs.run(tmp_path / "switched", 4, arguments, config((2, "data"), (5, "deep")), probe="probes:freeze",
+                        part=part).assert_ok()
+    assert [e["verify"] for e in switched.events_of("switch")] == ["ok", "ok"]
+    assert_same_steps(switched.steps, plain.steps, 1e-5)
 
 
 def test_evaluation_during_and_after_training(jobs, tmp_path):
@@ -126,12 +145,13 @@ def test_evaluation_during_and_after_training(jobs, tmp_path):
         assert name == expected_name and value == pytest.approx(expected, rel=1e-5)
 
 
-def test_checkpoint_saved_after_a_switch_loads_in_either_layout(jobs, tmp_path):
+@pytest.mark.parametrize("saving", [{}, {"async-save": True}], ids=["at-once", "async"])
+def test_checkpoint_saved_after_a_switch_loads_in_either_layout(jobs, tmp_path, saving):
     form = {"ckpt-format": "torch_dist", "dist-ckpt-optim-fully-reshardable": True}
     arguments = {**TP2_PP2, **form, "train-iters": 8}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
-    saved = jobs.run(tmp_path / "saved", 4, {**arguments, "save": tmp_path / "ckpt", "save-interval": 100, "exit-interval": 5},
-                     config((3, "pipe"))).assert_ok()
+    saved = jobs.run(tmp_path / "saved", 4, {**arguments, **saving, "save": tmp_path / "ckpt", "save-interval": 2,
+                                             "exit-interval": 5}, config((2, "data"), (3, "pipe"))).assert_ok()
     assert sorted(saved.steps) == [1, 2, 3, 4, 5]
     for name, sizes in (("old", TP2_PP2), ("new", {"pipeline-model-parallel-size": 2})):
         loaded = jobs.run(tmp_path / name, 4, {**form, **sizes, "train-iters": 8, "load": tmp_path / "ckpt"},

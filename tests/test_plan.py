@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import TENSORS, elements, elements_held, worlds
+from worlds import TENSORS, carried_out, elements_held, filled, strided, worlds
 
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
 from megatron_dynatrain.planning import make_plan
@@ -14,51 +14,6 @@ from megatron_dynatrain.planning.windows import MAX_PEERS, assign_windows
 SMALL = 64  # bytes of staging: a few elements a message
 
 pairs = st.tuples(worlds(ranks=[0, 1, 2, 3]), worlds(ranks=[1, 3, 4, 6, 7]))
-
-
-def filled(world):
-    """{(rank, storage): array}, every element naming its coordinate, everything else -1."""
-    memory = blank(world)
-    for row in range(len(world)):
-        view(memory, world, row)[...] = numbers(world, row)
-    return memory
-
-
-def blank(world):
-    memory = {}
-    for row in range(len(world)):
-        key = int(world.rank[row]), int(world.storage[row])
-        extent = world.start[row] + 1 + ((world.boxes.shape[row] - 1) * world.stride[row]).sum()
-        memory[key] = np.full(max(int(extent), len(memory.get(key, ()))), -1)
-    return memory
-
-
-def strided(memory, start, stride, shape):
-    return np.lib.stride_tricks.as_strided(memory[int(start):], shape, [int(s) * memory.itemsize for s in stride])
-
-
-def view(memory, world, row):
-    return strided(memory[int(world.rank[row]), int(world.storage[row])], world.start[row], world.stride[row],
-                   world.boxes.shape[row].tolist())
-
-
-def numbers(world, row):
-    tensor = world.tensors[world.boxes.tensor[row]]
-    whole = np.arange(tensor.numel).reshape(tensor.shape + (1,) * (world.boxes.shape.shape[1] - len(tensor.shape)))
-    box = world.boxes.offset[row], world.boxes.offset[row] + world.boxes.shape[row]
-    return whole[tuple(slice(a, b) for a, b in zip(*box))] + 1000 * world.boxes.tensor[row]
-
-
-def carried_out(plan, memory):
-    """What the destination holds after the plan: a plain executor over numpy arrays."""
-    after = blank(plan.dst)
-    rows = np.arange(len(plan))
-    src, dst = plan.addresses("src", rows), plan.addresses("dst", rows)
-    for row in rows:
-        shape = plan.boxes.shape[row].tolist()
-        source = strided(memory[int(plan.src_rank[row]), int(src[0][row])], src[1][row], src[2][row], shape)
-        strided(after[int(plan.dst_rank[row]), int(dst[0][row])], dst[1][row], dst[2][row], shape)[...] = source
-    return after
 
 
 @settings(max_examples=40, deadline=None)

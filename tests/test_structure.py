@@ -22,7 +22,7 @@ WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"
               "requests": ("layout", "consensus", "errors"),
               "controller": ("config", "consensus", "errors", "layout", "planning", "registry", "space", "transfer"),
               "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests")}
-WITH_MEGATRON = {"megatron", "cpu", "launch", ""}  # "" is the package's __init__
+WITH_MEGATRON = {"megatron", "cpu", "launch", "cli", "__main__", ""}  # "" is the package's __init__
 
 
 def imports(path):
@@ -70,3 +70,9 @@ def test_importing_loads_neither_torch_nor_megatron(statement, absent):
     check = f"import sys; {statement}; print([name for name in {absent} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_support_matrix_in_the_readme_is_the_one_that_is_printed():
+    printed = subprocess.run([sys.executable, "-m", "megatron_dynatrain", "check"], cwd=ROOT, capture_output=True, text=True)
+    assert printed.returncode == 0 and len(printed.stdout.splitlines()) > 20
+    assert printed.stdout.strip() in (ROOT / "README.md").read_text()

@@ -14,43 +14,6 @@ from megatron_dynatrain.errors import LayoutRefused, reason
 from megatron_dynatrain.layout import Layout
 from megatron_dynatrain.megatron.quiet import quiet
 
-# Options under which a switch is refused at start, and why. Each is a test on the validated arguments.
-UNSUPPORTED = {
-    "--use-megatron-fsdp": (lambda a: a.use_megatron_fsdp, "FSDP shards parameters in a way that is not described yet"),
-    "--use-torch-fsdp2": (lambda a: a.use_torch_fsdp2, "FSDP shards parameters in a way that is not described yet"),
-    "--optimizer": (lambda a: a.optimizer not in ("adam", "sgd"),
-                    "only adam and sgd keep states that are shaped like their parameters and independent of the layout"),
-    "--optimizer-cpu-offload": (lambda a: a.optimizer_cpu_offload, "offloaded optimizer states are not described yet"),
-    "--use-precision-aware-optimizer": (lambda a: a.use_precision_aware_optimizer,
-                                        "its states are scaled and live in Transformer Engine"),
-    "--fp8-format": (lambda a: getattr(a, "fp8", None), "quantised parameters and their scales are not moved yet"),
-    "--fp4-format": (lambda a: getattr(a, "fp4", None), "quantised parameters and their scales are not moved yet"),
-    "--cuda-graph-impl": (lambda a: getattr(a, "cuda_graph_impl", "none") != "none", "captured graphs hold old addresses"),
-    "--nccl-ub": (lambda a: getattr(a, "nccl_ub", False), "registered buffers are bound to the old groups"),
-    "--tp-comm-overlap": (lambda a: a.tp_comm_overlap, "Transformer Engine's user buffers are bound to the old groups"),
-    "--use-pytorch-profiler": (lambda a: a.profile and a.use_pytorch_profiler, "its schedule counts steps of one loop"),
-    "--perform-rl-step": (lambda a: getattr(a, "perform_rl_step", False), "the loop keeps a second model"),
-    "--inprocess-restart": (lambda a: getattr(a, "inprocess_restart", False), "it rebuilds the world on its own"),
-    "--tensor-parallel-num-weight-shards": (lambda a: getattr(a, "gtp_weight_remat_size", 1) != 1
-                                            or getattr(a, "expert_gtp_weight_remat_size", 1) != 1,
-                                            "rematerialised weight shards are not described yet"),
-    "--dataloader-type external": (lambda a: a.dataloader_type == "external",
-                                   "an iterator that Megatron did not build cannot be built again"),
-    "--skip-train": (lambda a: a.skip_train, "there is no training to switch"),
-}
-
-
-def check_supported(args: Namespace) -> None:
-    """Raise LayoutRefused if the job is launched with an option under which no switch is possible.
-
-    args: Megatron's, before their validation (which may stop at such an option for reasons of its own) or after it.
-    """
-    for flag, (test, why) in UNSUPPORTED.items():
-        if test(args):
-            raise LayoutRefused(f"the job was launched with {flag}, under which its layout cannot be switched: {why}; "
-                                "launch without it, or without megatron_dynatrain")
-
-
 _UNSHARDED = {"micro_batch_size": "", "data_parallel_size": " or with --no-data-sharding"}
 
 

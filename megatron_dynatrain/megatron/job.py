@@ -51,13 +51,18 @@ class MegatronJob:
     # What is asked before anything is changed.
 
     def start(self, launch: str) -> None:
-        """Complete the picture at the entry of the first `train`: nothing has been trained, everything is built."""
+        """At the entry of the first `train`: nothing has been trained, everything is built."""
+        self.complete(launch)
+        self.states.remember(launch)
+        self.live.args = self.book.launch
+
+    def complete(self, launch: str) -> None:
+        """Once Megatron is initialised: what its arguments did not say before. `launch` names the layout that they give."""
         from megatron.training import global_vars
 
         self._vocab_size = getattr(global_vars._GLOBAL_TOKENIZER, "vocab_size", None)
         self.book.launch.padded_vocab_size = self.args.padded_vocab_size
-        self.states.remember(launch)
-        self._validated[launch] = self.live.args = self.book.launch
+        self._validated[launch] = self.book.launch
 
     @property
     def args(self) -> Namespace:
@@ -124,7 +129,9 @@ class MegatronJob:
     def quiesce(self) -> None:
         """Make the old state complete and give back what is dead at the boundary: gradients. Collective."""
         from megatron.core.rerun_state_machine import get_rerun_state_machine
+        from megatron.training.async_utils import maybe_finalize_async_save
 
+        maybe_finalize_async_save(blocking=True)
         machine = get_rerun_state_machine()
         if getattr(machine, "state", None) is not None and machine.state.name != "NOT_RUNNING_YET":
             raise LayoutRefused(f"Megatron's rerun state machine is in state {machine.state.name}, about to run a step again")

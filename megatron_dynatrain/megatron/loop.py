@@ -14,11 +14,12 @@ import inspect
 from megatron_dynatrain import config as configuration
 from megatron_dynatrain.layout import LAUNCH
 from megatron_dynatrain.megatron import conversation
-from megatron_dynatrain.megatron.arguments import ArgumentBook, check_supported
+from megatron_dynatrain.megatron.arguments import ArgumentBook
 from megatron_dynatrain.megatron.build import Recipe
 from megatron_dynatrain.megatron.data import DataRecipe
 from megatron_dynatrain.megatron.groups import GroupPool, ParallelStates
 from megatron_dynatrain.megatron.job import Live
+from megatron_dynatrain.megatron.support import check_supported
 
 
 class Handle:
@@ -51,9 +52,10 @@ def record_arguments(session, original):
     @functools.wraps(original)
     def validate_args(args, defaults={}):  # noqa: B006 - Megatron's own signature
         path = getattr(args, "dynatrain_config", None)
-        if path is None:
+        if path is not None:
+            session.config = configuration.load(path)
+        if not session.active:
             return original(args, defaults)
-        session.config = configuration.load(path)
         raw = copy.deepcopy(args)
         check_supported(raw)
         validated = original(args, defaults)
@@ -152,6 +154,7 @@ def train_in_segments(session, original):
         while True:
             if session.pending:
                 session.switch(live_args.iteration)
+                _forget_strategies(signature.bind(*args, **kwargs).arguments.get("checkpointing_context"))
                 _at_first_step(session.close_report)
             try:
                 iteration, flops = _one_segment(session, original, signature, args, kwargs)
@@ -164,6 +167,12 @@ def train_in_segments(session, original):
             _stop_timer("interval-time")
 
     return train
+
+
+def _forget_strategies(checkpointing_context: dict | None) -> None:
+    """Megatron keeps the strategy of the last save, with groups and a plan of the layout in which that was."""
+    for name in ("save_strategy", "load_strategy"):
+        (checkpointing_context or {}).pop(name, None)
 
 
 def _one_segment(session, original, signature, args, kwargs):

@@ -1,0 +1,4 @@
+from megatron_dynatrain.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The command line: `python -m megatron_dynatrain <command>`. (Jobs start through `megatron_dynatrain.launch`.)
+
+    check      print the support matrix: what can be switched, what is refused and why
+"""
+
+import argparse
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m megatron_dynatrain", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check", help="print what can be switched, and what is refused and why").set_defaults(run=check)
+    flags = parser.parse_args(arguments)
+    flags.run(flags)
+
+
+def check(flags: argparse.Namespace) -> None:
+    """Print the support matrix as Markdown, as in the README."""
+    from megatron_dynatrain.megatron import support
+
+    print(support.matrix())
