@@ -6,6 +6,7 @@ own because the two use it for different ends: the first replaces the hardware, 
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 
 class DeviceMap(TorchFunctionMode):
@@ -15,9 +16,11 @@ class DeviceMap(TorchFunctionMode):
     that string; pinned memory and stream bookkeeping become no-ops.
     """
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, by_default: bool = False):
+        """by_default: tensors for which no device is asked are put on the target, too."""
         super().__init__()
         self.target = torch.device(target)
+        self._constructors = _device_constructors() if by_default else ()
 
     def _mapped(self, device):
         if isinstance(device, int) and not isinstance(device, bool):
@@ -29,19 +32,26 @@ class DeviceMap(TorchFunctionMode):
         return device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return args[0] if args[0].device == self.target else args[0].to(self.target)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return cuda_type_name(args[0].dtype)
-        if func is torch.Tensor.pin_memory or func is torch.Tensor.record_stream:
-            return args[0]
-        if func is torch.Tensor.to:
-            args = (args[0], *(self._mapped(a) if not isinstance(a, int) else self.target for a in args[1:2]), *args[2:])
-        if kwargs.get("device") is not None:
-            kwargs["device"] = self._mapped(kwargs["device"])
-        kwargs.pop("pin_memory", None)
-        return func(*args, **kwargs)
+        if func in _SPECIAL:
+            if func is torch.Tensor.cuda:
+                return args[0] if args[0].device == self.target else args[0].to(self.target)
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                return cuda_type_name(args[0].dtype)
+            if func is torch.Tensor.pin_memory or func is torch.Tensor.record_stream:
+                return args[0]
+            if func is torch.Tensor.to:
+                args = (args[0], *(self._mapped(a) for a in args[1:2]), *args[2:])
+        if kwargs:
+            kwargs = dict(kwargs)
+            if kwargs.get("device") is not None:
+                kwargs["device"] = self._mapped(kwargs["device"])
+            kwargs.pop("pin_memory", None)
+        if func in self._constructors and (kwargs is None or kwargs.get("device") is None):
+            kwargs = {**(kwargs or {}), "device": self.target}
+        return func(*args, **(kwargs or {}))
+
+
+_SPECIAL = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.pin_memory, torch.Tensor.record_stream, torch.Tensor.to}
 
 
 def cuda_type_name(dtype: torch.dtype) -> str:

@@ -147,12 +147,12 @@ def overlaps(a: BoxTable, b: BoxTable) -> tuple[np.ndarray, np.ndarray]:
     # Number the one-wide coordinates: boxes in different cells cannot meet.
     cell = tensor.astype(np.int64)
     for axis in range(num_axes):
-        single = width[tensor, axis] == 1
-        _, cell = np.unique(np.stack([cell, np.where(single, both.offset[:, axis], 0)]), axis=1, return_inverse=True)
+        single = np.where(width[tensor, axis] == 1, both.offset[:, axis], 0)
+        if single.any():
+            cell = _numbered(cell, single)
     axis = _most_cut_axis(both, tensor, len(tensors), width)[tensor]
     rows = np.arange(len(both))
-    span = int(extent.max()) + 1
-    start = cell * span + both.offset[rows, axis]
+    start = _numbered(cell, both.offset[rows, axis], int(extent.max()) + 1)
     stop = start + both.shape[rows, axis]
     n = len(a)
     i, j = interval_overlaps(start[:n], stop[:n], start[n:], stop[n:])
@@ -162,13 +162,22 @@ def overlaps(a: BoxTable, b: BoxTable) -> tuple[np.ndarray, np.ndarray]:
     return i[order], j[order]
 
 
+def _numbered(cell: np.ndarray, offset: np.ndarray, span: int | None = None) -> np.ndarray:
+    """One number for each pair (cell, offset): int64, ordered by cell, then offset. span: more than any offset."""
+    span = int(offset.max()) + 1 if span is None else span
+    if (int(cell.max()) + 1) * span >= 1 << 62:
+        cell = np.unique(cell, return_inverse=True)[1].astype(np.int64)
+    return cell * span + offset
+
+
 def _most_cut_axis(boxes: BoxTable, tensor: np.ndarray, num_tensors: int, width: np.ndarray) -> np.ndarray:
     """For each tensor the axis with the most distinct offsets among those that are not one wide: int64 [num_tensors]."""
     num_axes = boxes.offset.shape[1]
     cuts = np.zeros((num_tensors, num_axes), np.int64)
     for axis in range(num_axes):
-        distinct = np.unique(np.stack([tensor, boxes.offset[:, axis]]), axis=1)
-        cuts[:, axis] = np.bincount(distinct[0], minlength=num_tensors)
+        span = int(boxes.offset[:, axis].max()) + 1
+        distinct = np.unique(_numbered(tensor.astype(np.int64), boxes.offset[:, axis], span))
+        cuts[:, axis] = np.bincount(distinct // span, minlength=num_tensors)
     return np.where(width == 1, -1, cuts).argmax(axis=1)
 
 

@@ -135,7 +135,8 @@ class World:
 
     @classmethod
     def assemble(cls, holdings: dict[int, Holdings]) -> "World":
-        """The world of `{global rank: its holdings}`. Raises SpaceError where ranks disagree about a tensor."""
+        """The world of `{global rank: its holdings}`. Raises SpaceError where ranks disagree about a tensor, or do not cover
+        the space exactly once (`check_cover`)."""
         ranks = sorted(holdings)
         tensors = tuple(sorted({tensor for rank in ranks for tensor in holdings[rank].tensors}))
         by_name: dict[str, LogicalTensor] = {}
@@ -157,8 +158,10 @@ class World:
             columns["start"].append(own.start)
             columns["stride"].append(_widen(own.stride, num_axes, 0))
             columns["is_main"].append(own.is_main)
-        return cls(np.array(ranks, np.int64), tensors, concatenate(tables),
-                   **{name: np.concatenate(parts) for name, parts in columns.items()})
+        world = cls(np.array(ranks, np.int64), tensors, concatenate(tables),
+                    **{name: np.concatenate(parts) for name, parts in columns.items()})
+        check_cover(world)
+        return world
 
     def __len__(self) -> int:
         return len(self.boxes)

@@ -12,8 +12,10 @@ def write(folder, name, rank, **record):
 
 def record(rank, folder):
     """Write every step (exact floats) and every training sample that is drawn."""
+    import torch
     from megatron.core.datasets.gpt_dataset import GPTDataset
     from megatron.core.datasets.utils import Split
+    from megatron.core.rerun_state_machine import RerunDataIterator
     from megatron.training import get_args, training
 
     log = training.training_log
@@ -26,14 +28,21 @@ def record(rank, folder):
         return log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *args, **kw)
 
     training.training_log = training_log
-    get_item = GPTDataset.__getitem__
+    # A training sample carries its number, also through worker processes, and is counted where the loop takes it.
+    get_item, take = GPTDataset.__getitem__, RerunDataIterator.__next__
 
     def __getitem__(self, index):
-        if self.index_split == Split.train and index is not None:
-            write(folder, "samples", rank, iteration=get_args().curr_iteration + 1, sample=int(index))
-        return get_item(self, index)
+        item = get_item(self, index)
+        return {**item, "sample": torch.tensor(-1 if index is None or self.index_split != Split.train else index)}
 
-    GPTDataset.__getitem__ = __getitem__
+    def __next__(self):
+        batch = take(self)
+        for sample in batch["sample"].tolist():
+            if sample >= 0:
+                write(folder, "samples", rank, iteration=get_args().curr_iteration + 1, sample=sample)
+        return batch
+
+    GPTDataset.__getitem__, RerunDataIterator.__next__ = __getitem__, __next__
 
 
 def _coordinate_values(tree, offset, visit):
@@ -270,7 +279,7 @@ def streams(rank, folder):
 
     def training_log(*args, **kwargs):
         states = {"default": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
-        write(folder, "streams", rank, rank=rank, iteration=args[3] if len(args) > 3 else kwargs["iteration"],
+        write(folder, "streams", rank, of_rank=rank, iteration=args[3] if len(args) > 3 else kwargs["iteration"],
               streams={name: hashlib.md5(state.numpy().tobytes()).hexdigest() for name, state in states.items()})
         return log(*args, **kwargs)
 

@@ -13,7 +13,7 @@ LAYOUTS = {"pp2": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_siz
 
 def run(jobs, folder, arguments, *entries, kind="plugin"):
     config = None if kind == "plain" else {
-        "layouts": LAYOUTS, "verify": "full", "schedule": [{"at_iteration": i, "layout": name} for i, name in entries]}
+        "layouts": {name: LAYOUTS[name] for _, name in entries if name != "launch"}, "verify": "full", "schedule": [{"at_iteration": i, "layout": name} for i, name in entries]}
     return jobs.run(folder, 4, arguments, config, kind=kind, probe="probes:streams").assert_ok()
 
 
@@ -23,12 +23,12 @@ def sharing(result, iteration):
     for record in result.records("streams"):
         if record["iteration"] == iteration:
             for name, state in record["streams"].items():
-                found.setdefault(name, {}).setdefault(state, set()).add(record["rank"])
+                found.setdefault(name, {}).setdefault(state, set()).add(record["of_rank"])
     return {name: sorted(map(sorted, groups.values())) for name, groups in found.items()}
 
 
 def states(result, iteration):
-    return {(r["rank"], name): s for r in result.records("streams") if r["iteration"] == iteration
+    return {(r["of_rank"], name): s for r in result.records("streams") if r["iteration"] == iteration
             for name, s in r["streams"].items()}
 
 

@@ -27,7 +27,7 @@ def dry_world(rank: int, world_size: int):
 
     with _world_set_aside(), quiet(), preserved_rng():
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        with torch.device("meta"), DeviceMap("meta"):
+        with DeviceMap("meta", by_default=True):
             yield
 
 

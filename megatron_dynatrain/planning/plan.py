@@ -2,7 +2,7 @@
 
 In the order of `make_plan`:
 
-1. The main pieces of the source world must cover every logical tensor exactly once (`space.check_cover`).
+1. In both worlds the main pieces cover every logical tensor exactly once (`World.assemble` sees to that).
 2. What a rank needs and holds already is copied locally. The rest of each piece is cut along the main pieces of the
    source: every element that crosses between ranks crosses once per rank that needs it.
 3. Padding that only the destination has is filled with zeros; padding that only the source has is left behind.
@@ -20,7 +20,7 @@ import numpy as np
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
 from megatron_dynatrain.geometry import BoxTable, concatenate, intersect, overlaps, subtract
 from megatron_dynatrain.planning.windows import DEFAULT_STAGING_BYTES, assign_windows, split_large
-from megatron_dynatrain.space import LogicalTensor, World, check_cover, whole_tensors
+from megatron_dynatrain.space import LogicalTensor, World, whole_tensors
 
 LOCAL = -1  # window of a copy that stays on its rank
 
@@ -147,11 +147,8 @@ def _addresses(world: World, piece: np.ndarray, offset: np.ndarray) -> tuple[np.
 def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES) -> Plan:
     """The checked plan from `src` to `dst`; a pure function, equal on every rank that is given equal worlds.
 
-    Raises LayoutRefused where the destination needs what the source does not have, SpaceError where a world does not
-    cover the space exactly once. Ranks of the two worlds share one numbering; the sets may differ.
+    Raises LayoutRefused where the destination needs what the source does not have. Ranks of the two worlds share one numbering; the sets may differ.
     """
-    check_cover(src)
-    check_cover(dst)
     tensors = _common_tensors(src, dst)
     num_axes = max(src.boxes.offset.shape[1], dst.boxes.offset.shape[1])
     if src.boxes.offset.shape[1] != dst.boxes.offset.shape[1]:
