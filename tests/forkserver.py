@@ -60,6 +60,7 @@ def preload(kind: str, optimizer: str) -> None:
 def run_rank(job: dict, rank: int) -> None:
     """In the child: become rank `rank` of the job. Does not return."""
     code = 1
+    os.setpgid(0, 0)
     try:
         log = os.open(Path(job["folder"], f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
@@ -103,6 +104,10 @@ def run_job(job: dict) -> dict:
             time.sleep(0.01)
             continue
         codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
+        try:
+            os.killpg(pid, signal.SIGKILL)  # worker processes of checkpoints and data loaders
+        except ProcessLookupError:
+            pass
     return {"exit_codes": codes}
 
 

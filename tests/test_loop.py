@@ -104,7 +104,7 @@ def test_idle_plugin_changes_no_bit(jobs, tmp_path):
     pytest.param({"overlap-grad-reduce": True, "overlap-param-gather": True, "bf16": True}, "fused", 2e-2,
                  id="overlap-param-gather-bf16"),
     pytest.param({"untie-embeddings-and-output-weights": None}, "fused", 1e-5, id="tied-embeddings"),
-    pytest.param({"fp16": True, "initial-loss-scale": 2.0**18, "min-loss-scale": 1.0, "loss-scale-window": 3, "hysteresis": 1,
+    pytest.param({"fp16": True, "initial-loss-scale": 2.0**9, "min-loss-scale": 1.0, "loss-scale-window": 3, "hysteresis": 1,
                   "use-distributed-optimizer": None}, "fused", 2e-2, id="fp16-not-distributed"),
     pytest.param({"fp16": True, "initial-loss-scale": 2.0**30, "loss-scale-window": 3, "hysteresis": 2}, "fused", 2e-2,
                  id="fp16-after-skipped-steps"),
@@ -145,12 +145,12 @@ def test_evaluation_during_and_after_training(jobs, tmp_path):
         assert name == expected_name and value == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("saving", [{}, {"async-save": True}], ids=["at-once", "async"])
+@pytest.mark.parametrize("saving", [{"save-interval": 2}, {"async-save": True, "save-interval": 4}], ids=["at-once", "async"])
 def test_checkpoint_saved_after_a_switch_loads_in_either_layout(jobs, tmp_path, saving):
     form = {"ckpt-format": "torch_dist", "dist-ckpt-optim-fully-reshardable": True}
     arguments = {**TP2_PP2, **form, "train-iters": 8}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
-    saved = jobs.run(tmp_path / "saved", 4, {**arguments, **saving, "save": tmp_path / "ckpt", "save-interval": 2,
+    saved = jobs.run(tmp_path / "saved", 4, {**arguments, **saving, "save": tmp_path / "ckpt",
                                              "exit-interval": 5}, config((2, "data"), (3, "pipe"))).assert_ok()
     assert sorted(saved.steps) == [1, 2, 3, 4, 5]
     for name, sizes in (("old", TP2_PP2), ("new", {"pipeline-model-parallel-size": 2})):

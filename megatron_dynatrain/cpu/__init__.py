@@ -9,6 +9,7 @@ What it replaces in torch (`stand_in`), because Megatron calls it on every step 
 * every CUDA device argument is mapped to the CPU, and `Tensor.type()` answers with CUDA names (`device_map`);
 * `torch.cuda`: availability, one device, properties of an A100, streams and events that do nothing, memory counters
   that read zero, random state (the CPU generator stands for the CUDA one), the tensor types used in isinstance tests;
+* data loaders get a generator of their own, since the default one stands for the GPU's;
 * `torch.accelerator.is_available` and data loaders' `pin_memory`: false.
 
 What it replaces in Megatron (`megatron_parts`), each because the original needs a compiled GPU extension:

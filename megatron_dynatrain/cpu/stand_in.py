@@ -145,4 +145,20 @@ def install() -> None:
     torch.cuda.default_generators = (torch.default_generator,)
     torch.accelerator.is_available = lambda: False
     torch.accelerator.current_accelerator = lambda check_available=False: None
+    _give_loaders_a_generator()
     DeviceMap("cpu").__enter__()
+
+
+def _give_loaders_a_generator() -> None:
+    """Data loaders draw a seed from the CPU generator, on some ranks only; here that one stands for the GPU's, whose streams
+    Megatron keeps equal over those ranks."""
+    from torch.utils.data import DataLoader
+
+    construct = DataLoader.__init__
+
+    def __init__(self, *args, **kwargs):
+        construct(self, *args, **kwargs)
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(torch.initial_seed())
+
+    DataLoader.__init__ = __init__

@@ -36,6 +36,8 @@ def compare_bits(src: World, dst: World, rank: int, src_storages: Sequence[torch
                  dst_storages: Sequence[torch.Tensor]) -> list[str]:
     """Differences found on this rank, a sentence each, naming tensor and coordinate; empty if all its pieces are right.
 
+    Replicas of the old world are compared, too: where they differ already, the job trains several models.
+
     Collective over all ranks of both worlds. `src.tensors` and `dst.tensors` are equal up to padding; padding that only
     the new layout has must be zero.
     """
@@ -46,6 +48,7 @@ def compare_bits(src: World, dst: World, rank: int, src_storages: Sequence[torch
     batch = np.cumsum(sizes) // REFERENCE_BYTES
     device = _device([*src_storages, *dst_storages])
     own_src = np.nonzero((src.rank == rank) & src.is_main)[0]
+    own_replicas = np.nonzero((src.rank == rank) & ~src.is_main)[0]
     own_dst = np.nonzero(dst.rank == rank)[0]
     differences = []
     for number in np.unique(batch).tolist():
@@ -55,14 +58,16 @@ def compare_bits(src: World, dst: World, rank: int, src_storages: Sequence[torch
         for i, j, box in _pieces_in_chunks(src, own_src, chunks[rows]):
             tensors[j][_slices(box, chunks[rows], j)] = _view(src, own_src[i], src_storages, box)
         dist.all_reduce(reference)  # every byte has one contributor, the others add zero
-        for i, j, box in _pieces_in_chunks(dst, own_dst, chunks[rows]):
-            expected = tensors[j][_slices(box, chunks[rows], j)]
-            found = _view(dst, own_dst[i], dst_storages, box)
-            if not torch.equal(expected, found):
-                where = torch.nonzero(expected != found)
-                first = (where[0].cpu().numpy() + box.offset[0])[: len(src.tensors[box.tensor[0]].shape)]
-                differences.append(f"{src.tensors[box.tensor[0]].name}: {len(where)} elements differ on rank {rank}, the "
-                                   f"first at {tuple(first.tolist())}")
+        for world, own, storages, when in ((src, own_replicas, src_storages, " already before the switch"),
+                                           (dst, own_dst, dst_storages, "")):
+            for i, j, box in _pieces_in_chunks(world, own, chunks[rows]):
+                expected = tensors[j][_slices(box, chunks[rows], j)]
+                found = _view(world, own[i], storages, box)
+                if not torch.equal(expected, found):
+                    where = torch.nonzero(expected != found)
+                    first = (where[0].cpu().numpy() + box.offset[0])[: len(src.tensors[box.tensor[0]].shape)]
+                    differences.append(f"{src.tensors[box.tensor[0]].name}: {len(where)} elements differ{when} on rank {rank}, "
+                                       f"the first at {tuple(first.tolist())}")
     beyond, row, *_ = subtract(dst.boxes[own_dst], whole_tensors(src.tensors, src.boxes.offset.shape[1]))
     differences += [f"{dst.tensors[dst.boxes.tensor[own_dst[i]]].name}: new padding is not zero on rank {rank}"
                     for k, i in enumerate(row.tolist()) if _view(dst, own_dst[i], dst_storages, beyond, k).any()]
@@ -161,4 +166,6 @@ class Checksums:
         """What differs between this (before) and `after`, a sentence each; the same on every rank."""
         found = [f"{self.world.tensors[i].name}: the checksum after the switch differs from the one before it"
                  for i in torch.nonzero(self.totals != after.totals).flatten().tolist()]
-        return found + [f"{after.world.tensors[i].name}: replicas differ after the switch" for i in after.unequal_replicas]
+        for checksums, when in ((self, "already before"), (after, "after")):
+            found += [f"{checksums.world.tensors[i].name}: replicas differ {when} the switch" for i in checksums.unequal_replicas]
+        return found
