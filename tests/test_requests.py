@@ -15,7 +15,7 @@ def run(jobs, folder, requests, **more):
 @pytest.mark.parametrize("requests, targets", [
     pytest.param([[1, 2, "pipe"]], ["pipe"], id="one-rank"),
     pytest.param([[0, 2, "pipe"], [3, 7, "launch"]], ["pipe", "launch"], id="there-and-back"),
-    pytest.param([[2, 2, {"tensor_model_parallel_size": 4}], [0, 7, "data"]], ["tensor_model_parallel_size=4", "data"],
+    pytest.param([[2, 2, {"pipeline_model_parallel_size": 2}], [0, 7, "data"]], ["pipeline_model_parallel_size=2", "data"],
                  id="layout-object"),
     pytest.param([[-1, 2, "pipe"]], ["pipe"], id="every-rank"),
     pytest.param([[3, 2, {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}]], ["pipe"],

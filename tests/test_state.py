@@ -51,7 +51,7 @@ def test_a_flipped_bit_is_found_and_the_old_layout_goes_on(jobs, tmp_path, verif
 
 
 def test_fifty_switches_leave_nothing_behind(jobs, tmp_path):
-    names = ["pp2", "tp4", "launch", "tp2pp2"]
+    names = ["pp2", "tp2", "launch", "tp2pp2"]
     route = [names[i % 4] for i in range(50)]
     result = jobs.run(tmp_path, 4, {"train-iters": 52},
                       {"layouts": LAYOUTS, "verify": "digest",

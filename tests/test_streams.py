@@ -3,11 +3,11 @@
 import pytest
 
 DROPOUT = {"attention-dropout": 0.1, "hidden-dropout": 0.1, "tensor-model-parallel-size": 2, "train-iters": 6,
-           "global-batch-size": 8}
+           "global-batch-size": 4}
 EXPERTS = {"num-experts": 4, "moe-router-topk": 2, "moe-ffn-hidden-size": 32, "moe-token-dispatcher-type": "alltoall",
            "sequence-parallel": True}
 LAYOUTS = {"pp2": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2},
-           "tp2pp2": {"pipeline_model_parallel_size": 2}, "tp4": {"tensor_model_parallel_size": 4},
+           "tp2pp2": {"pipeline_model_parallel_size": 2}, "tp1": {"tensor_model_parallel_size": 1},
            "ep2": {"expert_model_parallel_size": 2}}
 
 
@@ -35,7 +35,7 @@ def states(result, iteration):
 @pytest.mark.parametrize("layout, arguments, launched", [
     ("pp2", {}, {"tensor-model-parallel-size": None, "pipeline-model-parallel-size": 2}),
     ("tp2pp2", {}, {"pipeline-model-parallel-size": 2}),
-    ("tp4", {}, {"tensor-model-parallel-size": 4}),
+    ("tp1", {}, {"tensor-model-parallel-size": 1}),
     ("ep2", EXPERTS, {"expert-model-parallel-size": 2}),
 ])
 def test_ranks_share_streams_as_in_a_job_launched_in_that_layout(jobs, tmp_path, layout, arguments, launched):
