@@ -10,8 +10,6 @@ TP2 = {"tensor-model-parallel-size": 2}
     pytest.param({"num-attention-heads": 2}, {"tensor_model_parallel_size": 4}, "heads", id="heads"),
     pytest.param({}, {"pipeline_model_parallel_size": 8}, "world size", id="world-size-pp"),
     pytest.param({"num-layers": 6}, {"pipeline_model_parallel_size": 4}, "layers", id="layers"),
-    pytest.param({"make-vocab-size-divisible-by": 1}, {"tensor_model_parallel_size": 4},
-                 "padded vocabulary of 257 rows does not divide by tensor_model_parallel_size 4", id="vocabulary"),
     pytest.param({**TP2, "global-batch-size": 2}, {"tensor_model_parallel_size": 1},
                  "global_batch_size (2) must be divisible by", id="global-batch"),
     pytest.param({"mtp-num-layers": 1, "untie-embeddings-and-output-weights": None}, {"pipeline_model_parallel_size": 2},
@@ -40,6 +38,18 @@ def test_unsupported_options_are_refused_by_name_before_anything_starts(jobs, tm
     for log in result.logs:
         last = log.strip().splitlines()[-1]
         assert "LayoutRefused" in last and f"launched with {flag}" in last and "cannot be switched" in last
+
+
+def test_a_vocabulary_of_which_nothing_is_known_to_be_padding_is_refused():
+    from argparse import Namespace
+
+    from megatron_dynatrain.errors import LayoutRefused
+    from megatron_dynatrain.megatron.arguments import ArgumentBook
+
+    book = ArgumentBook(Namespace(padded_vocab_size=258), {}, lambda args, defaults: args)
+    assert book._padded_vocab_size(Namespace(tensor_model_parallel_size=2), None) == 258
+    with pytest.raises(LayoutRefused, match="padded vocabulary of 258 rows does not divide by tensor_model_parallel_size 4"):
+        book._padded_vocab_size(Namespace(tensor_model_parallel_size=4), None)
 
 
 @pytest.mark.parametrize("config, message", [

@@ -50,6 +50,23 @@ def test_a_flipped_bit_is_found_and_the_old_layout_goes_on(jobs, tmp_path, verif
     assert result.steps == plain.steps
 
 
+def test_vocabulary_padding_comes_and_goes(jobs, tmp_path):
+    """257 rows at TP 1, 258 at TP 2, 260 at TP 4: real rows stay as they were, so there and back is the identity."""
+    arguments = {"make-vocab-size-divisible-by": 1, "train-iters": 6}
+    layouts = {"tp2": {"tensor_model_parallel_size": 2}, "tp4": {"tensor_model_parallel_size": 4}}
+    plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
+    back = jobs.run(tmp_path / "back", 4, arguments,
+                    {"layouts": layouts, "verify": "full",
+                     "schedule": [{"at_iteration": 2, "layout": name} for name in ("tp4", "tp2", "launch")]}).assert_ok()
+    assert [event["verify"] for event in back.events_of("switch")] == ["ok"] * 3
+    assert back.steps == plain.steps
+    stays = jobs.run(tmp_path / "stays", 4, arguments,
+                     {"layouts": layouts, "verify": "digest", "schedule": [{"at_iteration": 2, "layout": "tp2"}]}).assert_ok()
+    assert [event["verify"] for event in stays.events_of("switch")] == ["ok"]
+    for iteration in (3, 4, 5, 6):  # one more row under the softmax, and that is all
+        assert stays.steps[iteration]["loss"] == pytest.approx(plain.steps[iteration]["loss"], rel=1e-2)
+
+
 def test_fifty_switches_leave_nothing_behind(jobs, tmp_path):
     names = ["pp2", "tp2", "launch", "tp2pp2"]
     route = [names[i % 4] for i in range(50)]

@@ -48,8 +48,6 @@ def _have_compiled_helpers() -> bool:
 
 
 def _norm_with_sequence_parallel_flag(module):
-    import torch
-
     build = module.WrappedTorchNorm.__new__
 
     def new(cls, config, hidden_size, eps=1e-5, *args, **kwargs):

@@ -7,7 +7,6 @@ groups and its random state are set aside and put back. (Measured for the design
 import contextlib
 import sys
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
