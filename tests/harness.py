@@ -78,6 +78,12 @@ class Result:
         return self
 
 
+def words_of(arguments: dict) -> list[str]:
+    """{'swiglu': True, 'rampup-batch-size': '4 4 16', 'bf16': None} -> ['--swiglu', '--rampup-batch-size', '4', '4', '16']."""
+    return [word for name, value in arguments.items() if value is not None and value is not False
+            for word in ([f"--{name}"] if value is True else [f"--{name}", *str(value).split()])]
+
+
 class Jobs:
     """Starts jobs from fork servers, one server for each kind, kept for the whole test session."""
 
@@ -106,10 +112,7 @@ class Jobs:
                 config = yaml.safe_dump({"dynatrain": {"report": str(folder / "report.jsonl"), **config}})
             path.write_text(config)
             merged["dynatrain-config"] = str(path)
-        argv = [str(ROOT / "scripts" / "pretrain_gpt.py")]
-        for name, value in merged.items():
-            if value is not None and value is not False:
-                argv += [f"--{name}"] if value is True else [f"--{name}", *str(value).split()]
+        argv = [str(ROOT / "scripts" / "pretrain_gpt.py"), *words_of(merged)]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

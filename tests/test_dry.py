@@ -1,8 +1,14 @@
 """Layout pairs without ranks: every model family against every axis in worlds of 8, and random ones in worlds up to 64."""
 
+import itertools
+import json
 import os
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
+from harness import CPU, MODEL, TRAINING, words_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrix import MLA, MOE, layout, moe
@@ -74,6 +80,21 @@ def test_pair(described, model, src, dst):
 
 def test_there_are_enough_cases():
     assert len(CASES) >= 150
+
+
+def test_hybrid_model(tmp_path):
+    """Mamba, attention and MLP layers: described and planned like everything else."""
+    arguments = {**MODEL, **TRAINING, **CPU, "num-layers": None, "hybrid-layer-pattern": "M-M*-M-M", "mamba-state-dim": 8,
+                 "mamba-head-dim": 8, "mamba-num-groups": 4, "mamba-num-heads": 8, "global-batch-size": 8,
+                 "position-embedding-type": "none", "mock-data": True}
+    layouts = {name: DENSE[name] for name in ("tp2", "tp4", "pp2", "tp2-pp2", "pp4")}
+    pairs = list(itertools.permutations(layouts, 2))
+    done = subprocess.run([sys.executable, str(ROOT / "tests" / "dry_hybrid.py"), str(tmp_path), json.dumps(layouts),
+                           json.dumps(pairs), *words_of(arguments)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    records = [json.loads(line) for line in (tmp_path / "pairs.000.jsonl").read_text().splitlines()]
+    assert len(records) == len(pairs)
+    assert all(record["refused"] is None and record["wrong"] is None for record in records), records
 
 
 @st.composite

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from conftest import ROOT
-from harness import CPU, MODEL, TRAINING
+from harness import CPU, MODEL, TRAINING, words_of
 
 from megatron_dynatrain.errors import UnsupportedMegatron
 from megatron_dynatrain.megatron import seams, versions
@@ -28,10 +28,9 @@ def test_torchrun_switches_and_says_so(jobs, tmp_path):
         "verify": "digest", "report": str(tmp_path / "deep" / "report.jsonl"), "report_steps": True}}))
     arguments = {**MODEL, **TRAINING, **CPU, "train-iters": 4, "tensor-model-parallel-size": 2, "data-path": jobs.data,
                  "data-cache-path": jobs.cache, "dynatrain-config": config}
-    words = [word for name, value in arguments.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
                            "--rdzv-endpoint", "localhost:0", "-m", "megatron_dynatrain.launch", "--cpu",
-                           "scripts/pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True,
+                           "scripts/pretrain_gpt.py", *words_of(arguments)], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     said = [line for line in done.stdout.splitlines() if "[dynatrain]" in line]
