@@ -7,6 +7,7 @@ The controller knows the order of things and nothing of Megatron: what it does t
 
 import functools
 import time
+import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from megatron_dynatrain.errors import LayoutRefused, SpaceError, VerificationErr
 from megatron_dynatrain.layout import LAUNCH, Layout
 from megatron_dynatrain.planning import Plan, make_plan
 from megatron_dynatrain.registry import Entry, Registry
-from megatron_dynatrain.space import Holdings, World
+from megatron_dynatrain.space import World
 from megatron_dynatrain.transfer import Checksums, compare_bits, execute
 
 
@@ -75,12 +76,12 @@ class Controller:
 
         Raises LayoutRefused on every rank if any of it is impossible.
         """
-        entry = self.registry.entries[LAUNCH]
         together(LayoutRefused, "megatron_dynatrain cannot switch this job", self.job.start, LAUNCH)
-        state = together(LayoutRefused, "megatron_dynatrain cannot describe this job", self.job.describe_live)
-        self._assemble(entry, state.holdings)
         for entry in list(self.registry.entries.values()):
             self._describe(entry)
+        # If what is described without building it were not what is there, no other description could be trusted.
+        together(LayoutRefused, "megatron_dynatrain cannot switch this job", _as_described, self.job.describe_live,
+                 self.registry.entries[LAUNCH])
         route = [LAUNCH] + [switch.layout for switch in self.config.schedule]
         for src, dst in zip(route, route[1:]):
             if src != dst:
@@ -114,15 +115,11 @@ class Controller:
             return
         what = f"layout {entry.name!r} is refused"
         together(LayoutRefused, what, self.job.check, entry.name, entry.layout)
-        own = together(LayoutRefused, what, self.job.describe_dry, entry.name, self.rank, dist.get_world_size())
-        self._assemble(entry, own)
-
-    def _assemble(self, entry: Entry, own: Holdings) -> None:
-        entry.own = own
-        gathered = gather((own, self.job.said(entry.name)))
+        entry.own = together(LayoutRefused, what, self.job.describe_dry, entry.name, self.rank, dist.get_world_size())
+        gathered = gather((entry.own, self.job.said(entry.name)))
         self.job.hear(entry.name, [said for _, said in gathered])
-        holdings = {rank: held for rank, (held, _) in enumerate(gathered)}
-        entry.world = together(LayoutRefused, f"layout {entry.name!r} is refused", World.assemble, holdings)
+        entry.world = together(LayoutRefused, what, World.assemble,
+                               {rank: held for rank, (held, _) in enumerate(gathered)})
 
     def _plan(self, src: Entry, dst: Entry) -> Plan:
         if (src.name, dst.name) not in self.registry.plans:
@@ -151,7 +148,8 @@ class Controller:
         report.phases["prepare"] = time.perf_counter() - start
         try:
             self._move(plan, dst, report)
-        except Exception:
+        except Exception as error:
+            _let_go_of_frames(error)
             with report.phase("roll_back"):
                 self.job.roll_back(src.name)
             raise
@@ -185,6 +183,7 @@ class Controller:
         with report.phase("finish"):
             together(SpaceError, f"the optimizer's settings cannot be carried over to layout {dst.name!r}",
                      job.carry_over, carried)
+            together(LayoutRefused, f"the data of layout {dst.name!r} cannot be built", job.build_data)
         if self.config.verify != "off":
             with report.phase("verify"):
                 differences = (compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages) if before is None
@@ -192,6 +191,14 @@ class Controller:
                 together(VerificationError, f"the state differs after the switch from {src.name!r} to {dst.name!r}",
                          _same_state, differences, job, carried)
             report.verify = "ok"
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Empty the frames that the tracebacks of an error and of its causes hold: in them lives the new state, for which there
+    may be no room beside the gradients of the old one."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _as_described(state_of_rank, entry: Entry):

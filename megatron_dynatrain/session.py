@@ -5,7 +5,7 @@ import time
 
 import torch.distributed as dist
 
-from megatron_dynatrain.config import Config
+from megatron_dynatrain.config import Config, ScheduledSwitch
 from megatron_dynatrain.controller import Controller, SwitchReport
 from megatron_dynatrain.errors import ConfigError, DynaTrainError
 from megatron_dynatrain.layout import Layout
@@ -29,6 +29,8 @@ class Session:
         self.pending: list[str | Layout] = []
         self.controller: Controller | None = None
         self.open_report: SwitchReport | None = None
+        self._scheduled: list[ScheduledSwitch] = []  # still to come
+        self._train_iters = 0
         self._report = Report(None)
         self._requests: Requests | None = None
         self._left_at = 0.0
@@ -43,9 +45,11 @@ class Session:
             if switch.at_iteration < iteration:
                 raise ConfigError(f"`dynatrain.schedule[{i}]`: at_iteration {switch.at_iteration} lies in the past, since "
                                   f"training starts after iteration {iteration}; remove the entry")
-            if switch.at_iteration > train_iters:
-                self._say(f"`dynatrain.schedule[{i}]`: at_iteration {switch.at_iteration} will not be reached, since "
-                          f"--train-iters is {train_iters}")
+            if switch.at_iteration >= train_iters:
+                self._say(f"`dynatrain.schedule[{i}]`: no step comes after at_iteration {switch.at_iteration}, since "
+                          f"--train-iters is {train_iters}; there will be no switch")
+        self._scheduled = [switch for switch in self.config.schedule if switch.at_iteration < train_iters]
+        self._train_iters = train_iters
         self.controller = Controller(self.job, Registry(self.config.layouts), self.config)
         self.controller.start()
         is_writer = dist.get_rank() == dist.get_world_size() - 1  # where Megatron's own writers are
@@ -61,9 +65,9 @@ class Session:
     def _look_at_next_boundary(self) -> None:
         self.boundary = 0
 
-    def _set_boundary(self, iteration: int) -> None:
-        """The next iteration of the schedule after `iteration`; every iteration while a request is on its way."""
-        self.boundary = min((s.at_iteration for s in self.config.schedule if s.at_iteration > iteration), default=NEVER)
+    def _set_boundary(self) -> None:
+        """The next iteration of the schedule; every iteration while a request is on its way."""
+        self.boundary = self._scheduled[0].at_iteration if self._scheduled else NEVER
         if self._requests.is_armed:  # read after the assignment: a request that comes now sets it to 0 itself
             self.boundary = 0
 
@@ -83,15 +87,18 @@ class Session:
     def at_boundary(self, iteration: int) -> bool:
         """Whether the loop must be left after `iteration`; the targets are then in `pending`. The same on every rank."""
         self._left_at = time.perf_counter()
-        self.pending = [s.layout for s in self.config.schedule if s.at_iteration == iteration]
-        if self._requests.is_armed:
+        # An entry may lie on an iteration that Megatron skipped, at whose end nobody is asked.
+        due = [switch for switch in self._scheduled if switch.at_iteration <= iteration]
+        del self._scheduled[:len(due)]
+        self.pending = [switch.layout for switch in due]
+        if self._requests.is_armed and iteration < self._train_iters:
             due = self._requests.due(iteration)
             if due:
                 for target in due[:-1]:
                     if target != due[-1]:
                         self._report.event("superseded", iteration=iteration, to=_name(target), by=_name(due[-1]))
                 self.pending.append(due[-1])
-        self._set_boundary(iteration)
+        self._set_boundary()
         return bool(self.pending)
 
     def switch(self, iteration: int) -> None:

@@ -13,7 +13,7 @@ SCHEDULE = [{"at_iteration": 3, "layout": "data"}, {"at_iteration": 6, "layout":
     pytest.param({"dataloader-type": "cyclic", "no-data-sharding": True, "num-workers": 2}, id="cyclic-two-workers"),
     pytest.param({"rampup-batch-size": "4 4 16", "global-batch-size": 8, "train-iters": None, "train-samples": 60,
                   "lr-warmup-iters": None, "lr-warmup-samples": 8, "lr-decay-iters": None, "lr-decay-samples": 60}, id="ramp-up"),
-    pytest.param({"iterations-to-skip": "4 7"}, id="skipped-iterations"),
+    pytest.param({"iterations-to-skip": "3 4 7"}, id="skipped-iterations"),
     pytest.param({"train-iters": 9, "eval-interval": 4, "full-validation": None}, id="evaluation-between"),
 ])
 def test_samples_of_every_step(jobs, tmp_path, arguments):

@@ -65,9 +65,13 @@ def test_a_wrong_file_ends_the_job_on_every_rank(jobs, tmp_path, config, message
         assert "ConfigError: --dynatrain-config" in last and message in log
 
 
-@pytest.mark.parametrize("step", ["quiesce", "capture", "build", "carry_over"])
-def test_a_failure_on_one_rank_is_a_refusal_on_all_and_training_goes_on(jobs, tmp_path, step):
-    arguments = {**TP2, "train-iters": 6}
+OVERLAP = {"overlap-grad-reduce": True, "overlap-param-gather": True, "ddp-bucket-size": 4000}
+
+
+@pytest.mark.parametrize("step, options", [("quiesce", {}), ("capture", {}), ("build", OVERLAP), ("carry_over", {}),
+                                           ("build_data", OVERLAP)])
+def test_a_failure_on_one_rank_is_a_refusal_on_all_and_training_goes_on(jobs, tmp_path, step, options):
+    arguments = {**TP2, "train-iters": 6, **options}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
     result = jobs.run(tmp_path / step, 4, arguments,
                       {"layouts": {"pp2": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}},

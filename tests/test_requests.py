@@ -57,6 +57,14 @@ def test_wrong_requests_are_errors_of_the_caller_and_training_goes_on(jobs, tmp_
     assert not result.events_of("switch")
 
 
+def test_a_request_for_the_current_layout_changes_nothing(jobs, tmp_path):
+    arguments = {**TP2, "train-iters": 9, "overlap-grad-reduce": True, "overlap-param-gather": True}
+    plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
+    result = jobs.run(tmp_path / "asked", 4, arguments, {"layouts": LAYOUTS}, probe="probes:ask",
+                      requests=[[1, 2, "launch"], [0, 5, {}]]).assert_ok()
+    assert result.steps == plain.steps and not result.events_of("switch")
+
+
 def test_without_the_launcher_it_says_what_to_do():
     import megatron_dynatrain
     from megatron_dynatrain.errors import ConfigError

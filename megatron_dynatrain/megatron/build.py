@@ -41,8 +41,11 @@ class Recipe:
             call["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         hidden = {"load": None, "pretrained_checkpoint": None, "moe_use_upcycling": False, "perform_initialization": False,
                   "ckpt_convert_format": None}
+        if live.train_samples is not None:
+            hidden["train_iters"] = None  # derived from the samples after the first build, and mistaken for a flag by the next
         kept = {name: getattr(live, name, None)
-                for name in (*hidden, "iteration", "num_floating_point_operations_so_far")}
+                for name in (*hidden, "iteration", "num_floating_point_operations_so_far", "train_iters", "lr_decay_iters",
+                             "lr_warmup_iters")}
         try:
             vars(live).update(hidden)
             with quiet():

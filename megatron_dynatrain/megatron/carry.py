@@ -53,7 +53,8 @@ def capture(optimizer, scheduler, owned: list[OwnedParam]) -> Carried:
         carried.of_param[identity(param)] = number[text]
     for part in leaf_optimizers(optimizer):
         if getattr(part, "grad_scaler", None) is not None:
-            carried.scaler = part.grad_scaler.state_dict()
+            carried.scaler = {name: value.cpu() if isinstance(value, torch.Tensor) else value
+                              for name, value in part.grad_scaler.state_dict().items()}
     return carried
 
 

@@ -2,7 +2,7 @@
 
 Building is collective in Megatron: ranks gather the keys of their parameter groups, and sum the tied embedding that they
 have just initialised. A rank that fails in the middle would leave the others waiting. So what is said is written down
-beforehand (live at launch, dry for other layouts), and a switch builds from the record without a word: a failure is then one
+beforehand, in a dry build, and a switch builds from the record without a word: a failure is then one
 that all ranks can agree upon afterwards. Sums and broadcasts of fresh parameters are left out, as all are about to be
 written. (Calls in megatron-core 0.19: `optimizer._get_param_groups`, `LanguageModule.setup_embeddings_and_output_layer`.)
 """
@@ -27,19 +27,6 @@ def _replaced(**functions):
         for name, function in kept.items():
             setattr(dist, name, function)
             setattr(distributed_c10d, name, function)
-
-
-@contextlib.contextmanager
-def overheard(answers: list[list]):
-    """Gathers are real; what each gave, by rank, is appended to `answers`."""
-    gather = dist.all_gather_object
-
-    def all_gather_object(object_list, obj, group=None):
-        gather(object_list, obj, group)
-        answers.append(list(object_list))
-
-    with _replaced(all_gather_object=all_gather_object):
-        yield
 
 
 @contextlib.contextmanager

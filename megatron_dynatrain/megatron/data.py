@@ -1,9 +1,15 @@
 """Data iterators: built again for each layout, at the position that the consumed samples give."""
 
+import copy
 import functools
 from argparse import Namespace
 
 from megatron_dynatrain.megatron.quiet import quiet
+
+
+def is_of_stage(provider) -> bool:
+    """Whether Megatron bound a dataset provider to one virtual pipeline stage."""
+    return isinstance(provider, functools.partial) and "vp_stage" in provider.keywords
 
 
 class DataRecipe:
@@ -12,10 +18,13 @@ class DataRecipe:
     def __init__(self, build):
         self._build = build
         self.provider = None
+        self._eval_iters = None
 
-    def first(self, provider):
+    def first(self, provider, args: Namespace):
         """Build for the launch layout, and remember the provider. Without its virtual stage, where it has one."""
-        self.provider = provider.func if isinstance(provider, functools.partial) else provider
+        if self.provider is None:
+            self._eval_iters = copy.copy(args.eval_iters)  # --full-validation writes the length of what it built here
+        self.provider = provider.func if is_of_stage(provider) else provider
         return self._build(provider)
 
     def build(self, args: Namespace) -> dict[str, object]:
@@ -23,6 +32,7 @@ class DataRecipe:
 
         `args` are the live arguments; the consumed samples in them are the position.
         """
+        args.eval_iters = copy.copy(self._eval_iters)
         with quiet():
             stages = args.virtual_pipeline_model_parallel_size
             if stages is None:

@@ -6,6 +6,7 @@ the groups that they have in common and going back to a layout creates nothing.
 """
 
 import copy
+import sys
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -104,3 +105,16 @@ class ParallelStates:
         self._of_layout.pop(layout, None)
         if self._keys_of_layout.pop(layout, None) is not None:
             self._pool.destroy_except(set().union(*self._keys_of_layout.values()))
+
+
+def forget_groups() -> None:
+    """Drop what Megatron keeps in module globals with process groups of the layout that is left: the collectors of the losses
+    of experts, multi-token prediction and sparse-attention indexers, which the next forward pass makes anew. Not collective."""
+    from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    moe_logging.destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker = {}
+    indexer = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
+    if indexer is not None:
+        indexer.DSAIndexerLossLoggingHelper.tracker = {}

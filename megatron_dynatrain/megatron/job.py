@@ -14,7 +14,7 @@ from megatron_dynatrain.megatron.arguments import ArgumentBook, reconfigure_micr
 from megatron_dynatrain.megatron.build import Recipe, release
 from megatron_dynatrain.megatron.data import DataRecipe, shut_down
 from megatron_dynatrain.megatron.dry import dry_world
-from megatron_dynatrain.megatron.groups import ParallelStates
+from megatron_dynatrain.megatron.groups import ParallelStates, forget_groups
 from megatron_dynatrain.space import Holdings
 
 
@@ -46,6 +46,7 @@ class MegatronJob:
         self._validated: dict[str, Namespace] = {}
         self._said: dict[str, list] = {}  # what this rank said in a dry build of a layout (see `conversation`)
         self.answers: dict[str, list[list]] = {}  # what all ranks said, by layout
+        self._eval_iters = None  # of the layout that is left
         self._streams: dict | None = None  # random states at the boundary
 
     # What is asked before anything is changed.
@@ -153,6 +154,7 @@ class MegatronJob:
         with conversation.from_record(self.answers[name]):
             model, optimizer, scheduler = self.recipe.build(target, self.args)
         self._next = Live(model, optimizer, scheduler, {}, target)
+        self._eval_iters = self.args.eval_iters
         self._next_state = describe.describe(model, optimizer)
         return self._next_state
 
@@ -172,13 +174,17 @@ class MegatronJob:
         """What the new objects would carry: for comparison."""
         return carry.capture(self._next.optimizer, self._next.scheduler, self._next_state.owned)
 
+    def build_data(self) -> None:
+        """Build the data iterators of the new layout, at the position of the samples consumed so far. Collective."""
+        self._next.iterators = self.data.build(self.args)
+
     def commit(self, iteration: int) -> None:
-        """The new objects take over and the old ones die; data and random state follow. Collective."""
+        """The new objects take over and the old ones die; random state follows. Not collective."""
         old, new = self.live, self._next
         old_args = old.args
         shut_down(list(old.iterators.values()))
         release(old.model, old.optimizer)
-        new.iterators = self.data.build(self.args)
+        forget_groups()
         old.model[:] = new.model  # pretrain holds this very list
         new.model = old.model
         self.live, self._next, self._next_state = new, None, None
@@ -192,8 +198,12 @@ class MegatronJob:
     def roll_back(self, name: str) -> None:
         """Back to layout `name`, whose objects are alive: everything is as it was before the switch. Not collective."""
         if self._next is not None:
+            shut_down(list(self._next.iterators.values()))
             release(self._next.model, self._next.optimizer)
+            self.args.eval_iters = self._eval_iters
         self._next, self._next_state = None, None
+        gc.collect()  # the new state makes room before the old gradients come back
+        torch.cuda.empty_cache()
         self.enter(name)
         if self._streams is not None:
             rng.restore(self._streams)
@@ -201,8 +211,6 @@ class MegatronJob:
         for chunk in self.live.model:
             if hasattr(chunk, "restore_grad_buffers"):
                 chunk.restore_grad_buffers()
-        gc.collect()
-        torch.cuda.empty_cache()
 
     def forget(self, name: str) -> None:
         """Drop an undeclared layout: its arguments and the groups that only it uses. Collective."""

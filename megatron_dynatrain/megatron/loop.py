@@ -12,11 +12,9 @@ import gc
 import inspect
 
 from megatron_dynatrain import config as configuration
-from megatron_dynatrain.layout import LAUNCH
-from megatron_dynatrain.megatron import conversation
 from megatron_dynatrain.megatron.arguments import ArgumentBook
 from megatron_dynatrain.megatron.build import Recipe
-from megatron_dynatrain.megatron.data import DataRecipe
+from megatron_dynatrain.megatron.data import DataRecipe, is_of_stage
 from megatron_dynatrain.megatron.groups import GroupPool, ParallelStates
 from megatron_dynatrain.megatron.job import Live
 from megatron_dynatrain.megatron.support import check_supported
@@ -112,8 +110,7 @@ def record_model(session, original):
         gc.collect()
         gc.freeze()
         session.job.recipe = Recipe(original, args, kwargs, session.job.book.launch)
-        with conversation.overheard(session.job.answers.setdefault(LAUNCH, [])):
-            model, optimizer, scheduler = original(*args, **kwargs)
+        model, optimizer, scheduler = original(*args, **kwargs)
         session.job.live = Live(model, optimizer, scheduler, {}, session.job.book.launch)
         return model, Handle(session, "optimizer"), Handle(session, "scheduler")
 
@@ -130,8 +127,8 @@ def record_data(session, original):
             return original(provider)
         job = session.job
         job.data = job.data or DataRecipe(original)
-        iterators = dict(zip(kinds, job.data.first(provider), strict=True))
-        if isinstance(provider, functools.partial):  # one call for each virtual pipeline stage
+        iterators = dict(zip(kinds, job.data.first(provider, job.args), strict=True))
+        if is_of_stage(provider):  # one call for each virtual pipeline stage
             for kind, iterator in iterators.items():
                 job.live.iterators.setdefault(kind, []).append(iterator)
         else:
@@ -154,6 +151,7 @@ def train_in_segments(session, original):
         while True:
             if session.pending:
                 session.switch(live_args.iteration)
+                _as_before_training(session.job.live.model)
                 _forget_strategies(signature.bind(*args, **kwargs).arguments.get("checkpointing_context"))
                 _at_first_step(session.close_report)
             try:
@@ -167,6 +165,17 @@ def train_in_segments(session, original):
             _stop_timer("interval-time")
 
     return train
+
+
+def _as_before_training(model: list) -> None:
+    """Undo what the loop does to a model on entry and at its end: after a refusal it is entered with the same one."""
+    from megatron.core.utils import get_model_config
+
+    for chunk in model:
+        config = get_model_config(chunk)
+        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+        if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
+            chunk.enable_forward_pre_hook()
 
 
 def _forget_strategies(checkpointing_context: dict | None) -> None:

@@ -49,6 +49,18 @@ REFUSED = {
                                          "its manager is bound to the old groups"),
     "--use-layer-wise-distributed-optimizer": (lambda a: getattr(a, "use_layer_wise_distributed_optimizer", False),
                                                "it owns whole parameters, which is not described yet"),
+    "--moe-flex-dispatcher-backend": (lambda a: getattr(a, "moe_token_dispatcher_type", None) == "flex"
+                                      and getattr(a, "moe_flex_dispatcher_backend", "deepep") != "deepep",
+                                      "its buffers are bound to the first expert-parallel group"),
+    "--moe-expert-rank-capacity-factor": (lambda a: getattr(a, "moe_expert_rank_capacity_factor", None) is not None,
+                                          "its stash belongs to one model"),
+    "--fine-grained-activation-offloading": (lambda a: getattr(a, "fine_grained_activation_offloading", False),
+                                             "its manager belongs to one model"),
+    "--optimizer-cuda-graph": (lambda a: getattr(a, "optimizer_cuda_graph", False), "captured graphs hold old addresses"),
+    "--logits-save-dir": (lambda a: getattr(a, "logits_save_dir", None) is not None, "its hooks belong to one model"),
+    "--logits-load-dir": (lambda a: getattr(a, "logits_load_dir", None) is not None, "its hooks belong to one model"),
+    "--step-batch-size-schedule": (lambda a: getattr(a, "step_batch_size_schedule", None) is not None,
+                                   "its batch sizes are not checked against layouts yet"),
     "--skip-train": (lambda a: a.skip_train, "there is no training to switch"),
 }
 
