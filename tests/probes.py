@@ -186,7 +186,7 @@ def corrupt(rank, folder, on_rank, piece):
 
 
 def fail_on_one_rank(rank, folder, on_rank, step):
-    """Make one step of the first switch fail on one rank alone."""
+    """Make one step of the first switch fail on one rank alone, or with -1 on all."""
     from megatron_dynatrain import session as sessions
 
     record(rank, folder)
@@ -196,7 +196,7 @@ def fail_on_one_rank(rank, folder, on_rank, step):
 
     def failing(self, *args):
         count.append(1)
-        if rank == on_rank and len(count) == 1:
+        if on_rank in (rank, -1) and len(count) == 1:
             raise MemoryError("no memory on this rank")
         return method(self, *args)
 

@@ -68,20 +68,21 @@ def test_a_wrong_file_ends_the_job_on_every_rank(jobs, tmp_path, config, message
 OVERLAP = {"overlap-grad-reduce": True, "overlap-param-gather": True, "ddp-bucket-size": 4000}
 
 
-@pytest.mark.parametrize("step, options", [("quiesce", {}), ("capture", {}), ("build", OVERLAP), ("carry_over", {}),
-                                           ("build_data", OVERLAP)])
-def test_a_failure_on_one_rank_is_a_refusal_on_all_and_training_goes_on(jobs, tmp_path, step, options):
+@pytest.mark.parametrize("step, on_rank, options", [("quiesce", 3, {}), ("capture", 3, {}), ("build", 3, OVERLAP),
+                                                    ("carry_over", 3, {}), ("build_data", -1, OVERLAP)])
+def test_a_failure_on_one_rank_is_a_refusal_on_all_and_training_goes_on(jobs, tmp_path, step, on_rank, options):
     arguments = {**TP2, "train-iters": 6, **options}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
     result = jobs.run(tmp_path / step, 4, arguments,
                       {"layouts": {"pp2": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}},
                        "schedule": [{"at_iteration": 2, "layout": "pp2"}, {"at_iteration": 4, "layout": "pp2"}],
                        "verify": "full"},
-                      probe="probes:fail_on_one_rank", on_rank=3, step=step).assert_ok()
+                      probe="probes:fail_on_one_rank", on_rank=on_rank, step=step).assert_ok()
     refused, = result.events_of("refused")
     assert (refused["iteration"], refused["to"]) == (2, "pp2")
-    assert "no memory on this rank (on rank 3)" in refused["reason"]
-    assert all("no memory on this rank (on rank 3)" in log for log in result.logs)
+    expected = f"no memory on this rank (on {'rank 3' if on_rank == 3 else 'every rank'})"
+    assert expected in refused["reason"]
+    assert all(expected in log for log in result.logs)
     # Bit for bit as if nothing had been asked, and the next request is carried out.
     assert {i: s for i, s in result.steps.items() if i <= 4} == {i: s for i, s in plain.steps.items() if i <= 4}
     assert [e["iteration"] for e in result.events_of("switch")] == [4]

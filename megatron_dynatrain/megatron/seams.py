@@ -67,8 +67,8 @@ def _wrap_all(module, name: str, session) -> None:
             parameters = inspect.signature(original).parameters if callable(original) else {}
             missing = [parameter for parameter in seam.parameters if parameter not in parameters]
             if not callable(original) or missing:
+                what = f"has no parameter {', '.join(missing)}" if callable(original) else "does not exist"
                 raise UnsupportedMegatron(
-                    f"{seam.module}.{seam.name} {'has no parameter ' + ', '.join(missing) if missing else 'does not exist'} in "
-                    "this Megatron, which megatron_dynatrain was not checked against; install a supported release "
+                    f"{seam.module}.{seam.name} {what} in this Megatron, which megatron_dynatrain was not checked against; install a supported release "
                     f"({', '.join('.'.join(map(str, v)) for v in versions.SUPPORTED)}), or launch without megatron_dynatrain")
             setattr(module, seam.name, seam.wrap(session, original))
