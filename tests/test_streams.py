@@ -13,7 +13,8 @@ LAYOUTS = {"pp2": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_siz
 
 def run(jobs, folder, arguments, *entries, kind="plugin"):
     config = None if kind == "plain" else {
-        "layouts": {name: LAYOUTS[name] for _, name in entries if name != "launch"}, "verify": "full", "schedule": [{"at_iteration": i, "layout": name} for i, name in entries]}
+        "layouts": {name: LAYOUTS[name] for _, name in entries if name != "launch"}, "verify": "full",
+        "schedule": [{"at_iteration": i, "layout": name} for i, name in entries]}
     return jobs.run(folder, 4, arguments, config, kind=kind, probe="probes:streams").assert_ok()
 
 

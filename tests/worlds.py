@@ -1,4 +1,4 @@
-"""Random worlds for property tests, and slow, plain oracles: every element of every tensor by itself, as sets and numpy arrays."""
+"""Random worlds for property tests, and slow, plain oracles: every element by itself, as sets and numpy arrays."""
 
 import itertools
 

@@ -64,7 +64,8 @@ class ParallelStates:
     def capture(self) -> dict:
         """The module globals that hold a layout."""
         return {name: value for name, value in vars(self._module).items()
-                if name.startswith("_") and not name.startswith("__") and (name.isupper() or name == "_global_process_group_list")}
+                if name == "_global_process_group_list"
+                or (name.startswith("_") and not name.startswith("__") and name.isupper())}
 
     def restore(self, state: dict) -> None:
         for name in self.capture():

@@ -3,8 +3,8 @@
 Megatron derives its streams from a rank's coordinates (seed, pipeline rank, tensor rank, expert ranks). The rule here, the
 same on every rank: where a switch keeps tensor and pipeline parallelism, every stream goes on as it was, but for the stream
 of the experts where their parallelism changes; where it does not, all are derived anew for the new coordinates by Megatron's
-own function, from a seed that depends on the launch seed and the iteration only. So A -> B -> A is reproducible, ranks that share a stream share it
-after the switch too, and ranks with distinct streams have distinct ones.
+own function, from a seed that depends on the launch seed and the iteration only. So A -> B -> A is reproducible, and after a
+switch ranks share a stream, or have distinct ones, as in a job that was launched in the new layout.
 """
 
 import contextlib

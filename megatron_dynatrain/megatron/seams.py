@@ -68,7 +68,8 @@ def _wrap_all(module, name: str, session) -> None:
             missing = [parameter for parameter in seam.parameters if parameter not in parameters]
             if not callable(original) or missing:
                 what = f"has no parameter {', '.join(missing)}" if callable(original) else "does not exist"
-                raise UnsupportedMegatron(
-                    f"{seam.module}.{seam.name} {what} in this Megatron, which megatron_dynatrain was not checked against; install a supported release "
-                    f"({', '.join('.'.join(map(str, v)) for v in versions.SUPPORTED)}), or launch without megatron_dynatrain")
+                releases = ", ".join(f"{major}.{minor}" for major, minor in versions.SUPPORTED)
+                raise UnsupportedMegatron(f"{seam.module}.{seam.name} {what} in this Megatron, which megatron_dynatrain was not "
+                                          f"checked against; install a supported release ({releases}), or launch without "
+                                          "megatron_dynatrain")
             setattr(module, seam.name, seam.wrap(session, original))

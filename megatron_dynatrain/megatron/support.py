@@ -8,18 +8,20 @@ from megatron_dynatrain.megatron.versions import SUPPORTED as RELEASES
 # What was trained and switched by the tests, by topic.
 SUPPORTED = {
     "Megatron": "megatron-core " + ", ".join(f"{major}.{minor}" for major, minor in RELEASES) + ", wheel or checkout",
-    "Parallelism": "TP, PP, virtual PP, CP, EP, expert-TP, DP, sequence parallelism, in any combination and both directions; odd DP "
-                   "sizes; `--use-tp-pp-dp-mapping`; `num_distributed_optimizer_instances`",
+    "Parallelism": "TP, PP, virtual PP, CP, EP, expert-TP, DP, sequence parallelism, in any combination and both directions; "
+                   "odd DP sizes; `--use-tp-pp-dp-mapping`; `num_distributed_optimizer_instances`",
     "Pipelines": "even, uneven (`decoder_first/last_pipeline_num_layers`, `pipeline_model_parallel_layout`), embedding and loss "
                  "accounted as layers",
-    "Models": "whatever Megatron can save with `sharded_state_dict()`: tried with GQA, MLA, MTP, tied embeddings, learned positions, "
-              "biases, QK norm, MoE with shared experts, mixed dense layers and router bias; a Mamba hybrid without its kernels, dry",
+    "Models": "whatever Megatron can save with `sharded_state_dict()`: tried with GQA, MLA, MTP, tied embeddings, learned "
+              "positions, biases, QK norm, MoE with shared experts, mixed dense layers and router bias; a Mamba hybrid without its "
+              "kernels, dry",
     "Vocabulary": "the padded size stays where TP divides it; otherwise real rows move and padding is dropped or zero",
     "Optimizers": "Adam (interface of Apex and Transformer Engine, or torch's AdamW) and SGD, with and without the distributed "
                   "optimizer; parameter groups; frozen parameters",
     "Precision": "fp32; bf16 and fp16 with fp32 masters, dynamic loss scale",
     "Layout settings": "`micro_batch_size`, `overlap_grad_reduce`, `overlap_param_gather`, `ddp_bucket_size`, `ddp_num_buckets`",
-    "Loop": "evaluation, `--save`, `--load`, `--exit-interval`, batch-size ramp-up, `--iterations-to-skip`, several data loader workers",
+    "Loop": "evaluation, `--save`, `--load`, `--exit-interval`, batch-size ramp-up, `--iterations-to-skip`, several data loader "
+            "workers",
     "Data": "`single` and mock data; `cyclic` where the samples of a step do not depend on the layout",
 }
 

@@ -147,7 +147,8 @@ def _addresses(world: World, piece: np.ndarray, offset: np.ndarray) -> tuple[np.
 def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES) -> Plan:
     """The checked plan from `src` to `dst`; a pure function, equal on every rank that is given equal worlds.
 
-    Raises LayoutRefused where the destination needs what the source does not have. Ranks of the two worlds share one numbering; the sets may differ.
+    Raises LayoutRefused where the destination needs what the source does not have. Ranks of the two worlds share one
+    numbering; the sets may differ.
     """
     tensors = _common_tensors(src, dst)
     num_axes = max(src.boxes.offset.shape[1], dst.boxes.offset.shape[1])
