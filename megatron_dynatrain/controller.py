@@ -104,8 +104,7 @@ class Controller:
             self._describe(entry)
             plan = self._plan(self.registry.entries[self.current], entry)
         except (LayoutRefused, SpaceError):
-            if not entry.declared:
-                self.registry.forget(entry.name)
+            self._forget_unless_declared(entry)
             raise
         self.job.make_groups(entry.name)
         return plan
@@ -152,15 +151,19 @@ class Controller:
             _let_go_of_frames(error)
             with report.phase("roll_back"):
                 self.job.roll_back(src.name)
+            self._forget_unless_declared(dst)
             raise
         with report.phase("finish"):
             self.job.commit(iteration)
         report.dst_sizes = _sizes(self.job.args)
         self.current = dst.name
-        if not src.declared:
-            self.job.forget(src.name)
-            self.registry.forget(src.name)
+        self._forget_unless_declared(src)
         return report
+
+    def _forget_unless_declared(self, entry: Entry) -> None:
+        if not entry.declared:
+            self.job.forget(entry.name)
+            self.registry.forget(entry.name)
 
     def _move(self, plan: Plan, dst: Entry, report: SwitchReport) -> None:
         """Everything of a switch that can still be taken back."""
