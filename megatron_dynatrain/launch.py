@@ -39,18 +39,23 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at:]
 
 
-def run(script: list[str], cpu: bool = False, cpu_optimizer: str = "fused") -> None:
-    """Run `script` (path and arguments) as `__main__` in this process, with Megatron's seams wrapped when it loads them."""
-    if cpu:
-        from megatron_dynatrain import cpu as backend
-
-        backend.install(cpu_optimizer)
+def install() -> None:
+    """Make the session of this process, and wrap Megatron's seams when it loads them. Call before Megatron is imported."""
     from megatron_dynatrain import session
     from megatron_dynatrain.megatron import seams
     from megatron_dynatrain.megatron.job import MegatronJob
 
     session.install(session.Session(MegatronJob()))
     seams.install(session.current())
+
+
+def run(script: list[str], cpu: bool = False, cpu_optimizer: str = "fused") -> None:
+    """Run `script` (path and arguments) as `__main__` in this process, with Megatron's seams wrapped when it loads them."""
+    if cpu:
+        from megatron_dynatrain import cpu as backend
+
+        backend.install(cpu_optimizer)
+    install()
     sys.argv = list(script)
     sys.path[0] = str(Path(script[0]).resolve().parent)
     runpy.run_path(script[0], run_name="__main__")

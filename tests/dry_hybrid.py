@@ -8,14 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from megatron_dynatrain import cpu, session  # noqa: E402
+from megatron_dynatrain import cpu, launch  # noqa: E402
 
 cpu.install()
-from megatron_dynatrain.megatron import seams  # noqa: E402
-from megatron_dynatrain.megatron.job import MegatronJob  # noqa: E402
-
-session.install(session.Session(MegatronJob()))
-seams.install(session.current())
+launch.install()
 folder, layouts, pairs, *arguments = sys.argv[1:]
 sys.argv = [str(ROOT / "tests" / "pretrain_hybrid.py"), *arguments]
 

@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import sys
 import traceback
 
 import numpy as np
@@ -11,8 +12,6 @@ import numpy as np
 def run(rank, folder, world, layouts, pairs):
     """Describe every layout of the job whose arguments are in sys.argv, check the plans of `pairs` (names), and write one
     record for each: what is wrong with it, or None."""
-    import sys
-
     from megatron_dynatrain import session as sessions
     from megatron_dynatrain.errors import LayoutRefused
     from megatron_dynatrain.layout import LAUNCH, Layout

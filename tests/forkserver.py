@@ -27,12 +27,9 @@ def preload(kind: str, optimizer: str) -> None:
 
     cpu.install(optimizer)
     if kind == "plugin":
-        from megatron_dynatrain import session
-        from megatron_dynatrain.megatron import seams
-        from megatron_dynatrain.megatron.job import MegatronJob
+        from megatron_dynatrain import launch
 
-        session.install(session.Session(MegatronJob()))
-        seams.install(session.current())
+        launch.install()
     import torch
 
     torch.set_num_threads(1)
