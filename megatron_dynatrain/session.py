@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -20,6 +21,8 @@ class Session:
     """Decides at iteration boundaries, hands switches to the controller, and reports them.
 
     boundary: the first iteration after whose end `at_boundary` has something to do. An idle step compares two integers.
+    before_switch: called with (iteration, target) before each switch; the time that they take is not part of the stall.
+    after_switch: called with the report of each switch, complete, when its stall is over.
     """
 
     def __init__(self, job):
@@ -29,6 +32,8 @@ class Session:
         self.pending: list[str | Layout] = []
         self.controller: Controller | None = None
         self.open_report: SwitchReport | None = None
+        self.before_switch: list[Callable] = []
+        self.after_switch: list[Callable] = []
         self._scheduled: list[ScheduledSwitch] = []  # still to come
         self._train_iters = 0
         self._report = Report(None)
@@ -106,6 +111,10 @@ class Session:
         targets, self.pending = self.pending, []
         for target in targets:
             self.close_report()
+            start = time.perf_counter()
+            for hook in self.before_switch:
+                hook(iteration, target)
+            self._left_at += time.perf_counter() - start
             try:
                 self.open_report = self.controller.switch(target, iteration, self._left_at)
             except DynaTrainError as error:
@@ -128,6 +137,8 @@ class Session:
                   f"{report.stall_seconds:.3f} s, moved {in_bytes(report.plan.moved_bytes)} (minimum "
                   f"{in_bytes(report.plan.minimum_bytes)}), verify {report.verify}")
         self._say("phases: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases.items()))
+        for hook in self.after_switch:
+            hook(report)
 
     @property
     def reports_steps(self) -> bool:

@@ -1,0 +1,193 @@
+"""Drives the benchmark: one job a model, one more launch for its restart, and the records that come of them."""
+
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from megatron_dynatrain.bench.cases import Case
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
+DATA = ROOT / "runs" / "data" / "stdlib"
+RAW_REPEATS = 3
+MEMORY_FOLDER = Path("/dev/shm")
+BYTES_PER_PARAM = 12  # of a checkpoint: fp32 weights and two moments
+
+
+class BenchFailed(Exception):
+    """A job of the benchmark ended with an error; the message has the end of its log."""
+
+
+def prepare() -> None:
+    """Make the data set, unless it is there."""
+    if not SCRIPT.is_file():
+        raise BenchFailed(f"{SCRIPT} does not exist: the benchmark needs the project's scripts; run it from a checkout")
+    if not DATA.with_suffix(".idx").is_file():
+        subprocess.run([sys.executable, str(SCRIPT.with_name("make_dataset.py")), str(DATA)], cwd=ROOT, check=True,
+                       capture_output=True)
+
+
+def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]) -> list[dict]:
+    """The records of one model: two for each pair of layouts, cold and warm. `folder` keeps logs and raw measurements.
+
+    restarts: 'one' (the first pair), 'all' or 'none'.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with _checkpoint_folder(case) as scratch:
+        checkpoint, stopped = Path(scratch, "in-process"), Path(scratch, "stop")
+        visits, last = case.visits, len(case.visits) + 1
+        config = folder / "dynatrain.yaml"
+        config.write_text(yaml.safe_dump({"dynatrain": {
+            "layouts": {name: sizes for name, sizes in case.layouts.items() if name != "launch"},
+            "schedule": [{"at_iteration": visit.iteration, "layout": visit.dst} for visit in visits],
+            "verify": "off", "report": str(folder / "report.jsonl")}}))
+        save = ["--save", str(stopped)] if restarts != "none" else []
+        job = folder / "job"
+        _launch(case, job, [*case.command_line("launch", last), "--dynatrain-config", str(config), *save], checkpoint, visits,
+                lambda done: tell(_where(visits, done)))
+        by_rank = _read(job, case.num_ranks)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        restart = {}
+        for src, dst in case.pairs[:{"none": 0, "one": 1, "all": None}[restarts]]:
+            tell(f"stop and restart, {src} -> {dst}")
+            if src == "launch":  # in which the walk ends, with a checkpoint
+                ended, first = _last_end(by_rank), last
+            else:
+                shutil.rmtree(stopped, ignore_errors=True)
+                _launch(case, folder / f"stop-{src}", [*case.command_line(src, 1), "--save", str(stopped)])
+                ended, first = _last_end(_read(folder / f"stop-{src}", case.num_ranks)), 1
+            again = folder / f"restart-{dst}"
+            _launch(case, again, [*case.command_line(dst, first + 1), "--load", str(stopped)])
+            started = max(records[-1]["first_step_started"] for records in _read(again, case.num_ranks))
+            restart[src, dst] = started - ended
+    return _records(case, by_rank, restart)
+
+
+def _checkpoint_folder(case: Case) -> tempfile.TemporaryDirectory:
+    """A folder in memory where there is room for two checkpoints and for the job beside them, else one on the disk."""
+    from megatron_dynatrain.bench.cases import parameters
+
+    need = 2 * BYTES_PER_PARAM * parameters(case.model)
+    in_memory = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > need and _free_memory() > 3 * need
+    return tempfile.TemporaryDirectory(prefix="dynatrain-bench-", dir=MEMORY_FOLDER if in_memory else None)
+
+
+def _free_memory() -> int:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable"))
+
+
+def _where(visits, done: int) -> str:
+    return f"switch {done + 1} of {len(visits)} ({visits[done].kind})" if done < len(visits) else "the last step"
+
+
+def _launch(case: Case, folder: Path, arguments: list[str], checkpoint: Path | None = None, visits=(),
+            tell: Callable[[int], None] = lambda done: None) -> None:
+    """Run one job to its end, through torchrun; `tell` hears how many switches rank 0 has made."""
+    folder.mkdir()
+    spec = folder / "spec.json"
+    spec.write_text(json.dumps({"visits": [dataclasses.asdict(visit) for visit in visits], "raw_repeats": RAW_REPEATS,
+                                "checkpoint": str(checkpoint)}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.num_ranks), "--rdzv-backend", "c10d",
+               "--rdzv-endpoint", "localhost:0", "-m", "megatron_dynatrain.bench.job", str(spec), str(SCRIPT), *arguments,
+               "--data-path", str(DATA), "--data-cache-path", str(DATA.parent / "cache")]
+    log, rank0 = folder / "log.txt", folder / "rank0.jsonl"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                                                 env=environment) as process:
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                tell(rank0.read_bytes().count(b"\n") if rank0.exists() else 0)
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode != 0:
+        raise BenchFailed(f"{' '.join(command[2:9])} ... ended with exit code {process.returncode}; the end of {log}:\n"
+                          + log.read_text(errors="replace")[-4000:])
+
+
+def _read(folder: Path, num_ranks: int) -> list[list[dict]]:
+    """The records of every rank, in order."""
+    return [[json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
+            for rank in range(num_ranks)]
+
+
+def _last_end(by_rank) -> float:
+    return max(records[-1]["last_step_ended"] for records in by_rank)
+
+
+def _records(case: Case, by_rank: list[list[dict]], restart: dict) -> list[dict]:
+    """What `by_rank` says of each pair, cold and warm."""
+    visits = [_over_ranks([records[number] for records in by_rank]) for number in range(len(case.visits))]
+    records = []
+    for src, dst in case.pairs:
+        of_pair = [visit for visit in visits if (visit["visit"]["src"], visit["visit"]["dst"]) == (src, dst)]
+        verified = next(visit for visit in of_pair if visit["visit"]["kind"] == "verified")
+        for kind in ("cold", "warm"):
+            timed = [visit for visit in of_pair if visit["visit"]["kind"] == kind]
+            if timed:
+                records.append(_record(case, timed, verified, restart.get((src, dst))))
+    return records
+
+
+def _record(case: Case, timed: list[dict], verified: dict, restart: float | None) -> dict:
+    """One record: the visit with the median stall, and what was measured beside it."""
+    chosen = sorted(timed, key=lambda visit: visit["stall_seconds"])[(len(timed) - 1) // 2]
+    raw = [seconds for visit in timed for seconds in visit["raw_seconds"]]
+    warm = chosen["visit"]["kind"] == "warm"
+    if verified.get("loaded_differs"):
+        raise BenchFailed(f"the state that Megatron loaded differs from the switched one: {verified['loaded_differs']}")
+    save, load = (verified[name][warm] if name in verified else None for name in ("save_seconds", "load_seconds"))
+    return {
+        "model": case.model, "num_params": verified["num_params"],
+        "src": _sizes(chosen["from_sizes"]), "dst": _sizes(chosen["to_sizes"]), "warm": warm,
+        "stall_seconds": chosen["stall_seconds"], "phases": chosen["phases"], "transfer_seconds": chosen["transfer_seconds"],
+        "raw_exchange_seconds": statistics.median(raw), "checkpoint_seconds": None if save is None else save + load, "restart_seconds": restart,
+        "moved_bytes": chosen["moved_bytes"], "minimum_bytes": chosen["minimum_bytes"],
+        "max_rank_bytes": chosen["max_rank_bytes"], "balanced_max_rank_bytes": chosen.get("balanced_max_rank_bytes"),
+        "peak_extra_bytes": chosen.get("peak_extra_bytes"), "staging_bytes": chosen.get("staging_bytes"),
+        # beyond what the names above promise
+        "num_ranks": case.num_ranks, "verified": verified["verify"] == "ok",
+        "all_stall_seconds": [visit["stall_seconds"] for visit in timed],
+        "all_transfer_seconds": [visit["transfer_seconds"] for visit in timed], "all_raw_exchange_seconds": raw,
+        "checkpoint_save_seconds": save, "checkpoint_load_seconds": load,
+        "refit_seconds": verified.get("refit_seconds"), "refit_plan_seconds": verified.get("refit_plan_seconds"),
+        "refit_error": verified.get("refit_error"), "raw_pair_bytes": verified["pair_bytes"],
+    }
+
+
+def _over_ranks(of_ranks: list[dict]) -> dict:
+    """One visit: the largest time of any rank; the phases of the rank with the longest stall, so that they add up."""
+    slowest = max(of_ranks, key=lambda record: record["stall_seconds"])
+    visit = {**of_ranks[0], "stall_seconds": slowest["stall_seconds"], "phases": slowest["phases"],
+             "transfer_seconds": max(record["phases"]["transfer"] for record in of_ranks)}
+    for name in ("refit_seconds", "refit_plan_seconds", "peak_extra_bytes", "staging_bytes"):
+        values = [record[name] for record in of_ranks if record.get(name) is not None]
+        if values:
+            visit[name] = max(values)
+    for name in ("raw_seconds", "save_seconds", "load_seconds"):
+        if name in visit:
+            visit[name] = [max(seconds) for seconds in zip(*(record[name] for record in of_ranks), strict=True)]
+    if "loaded_differs" in visit:
+        visit["loaded_differs"] = [text for record in of_ranks for text in record["loaded_differs"]]
+    return visit
+
+
+def _sizes(sizes: dict[str, int]) -> str:
+    """{'TP': 2, 'PP': 2, 'DP': 2} -> 'TP2 PP2 DP2'."""
+    return " ".join(f"{name}{size}" for name, size in sizes.items())
