@@ -1,15 +1,21 @@
 """The command line: `python -m megatron_dynatrain <command>`. (Jobs start through `megatron_dynatrain.launch`.)
 
     check      print the support matrix: what can be switched, what is refused and why
+    bench      measure switches on this machine, beside what they could cost at best and what they replace
 """
 
 import argparse
+
+from megatron_dynatrain.bench import command as bench
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m megatron_dynatrain", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="print what can be switched, and what is refused and why").set_defaults(run=check)
+    measuring = commands.add_parser("bench", help="measure switches on this machine", allow_abbrev=False)
+    bench.add_flags(measuring)
+    measuring.set_defaults(run=bench.run)
     flags = parser.parse_args(arguments)
     flags.run(flags)
 

@@ -21,7 +21,8 @@ WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"
               "registry": ("errors", "layout", "planning", "space"),
               "requests": ("layout", "consensus", "errors"),
               "controller": ("config", "consensus", "errors", "layout", "planning", "registry", "space", "transfer"),
-              "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests")}
+              "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests"),
+              "bench": ("bench", "import_hooks", "launch", "megatron", "report", "session", "transfer")}
 WITH_MEGATRON = {"megatron", "cpu", "launch", "cli", "__main__", ""}  # "" is the package's __init__
 
 
