@@ -122,6 +122,8 @@ class Beside:
             self.record["load_seconds"] = [measure.load(job, self.checkpoint) for _ in range(2)]
             after = Checksums(plan.dst, rank, job.describe_live().storages, plan.common)
             self.record["loaded_differs"] = before.differences(after)[:3]
+            if rank == 0:
+                shutil.rmtree(self.checkpoint)  # every rank has loaded: the checksums are collective
         fields = {}
         if rank == 0:
             fields = {"pair_bytes": [[src, dst, size] for (src, dst), size in pair_bytes(plan).items()],
@@ -147,9 +149,11 @@ def raw_exchange(pairs: dict[tuple[int, int], int], rank: int, repeats: int) -> 
     """Seconds in which this rank exchanges the bytes of `pairs` and nothing else: the floor under any transfer.
 
     One contiguous message a pair, memory allocated and touched before, one `batch_isend_irecv`, a barrier before each
-    repeat; one more, not counted, comes first. Collective.
+    repeat; one more, not counted, comes first. All messages of a sender are cut from the same memory, since there need not
+    be room for a second copy of everything that it sends. Collective.
     """
-    sends = {dst: torch.ones(size, dtype=torch.uint8) for (src, dst), size in pairs.items() if src == rank}
+    source = torch.ones(max((size for (src, _), size in pairs.items() if src == rank), default=0), dtype=torch.uint8)
+    sends = {dst: source[:size] for (src, dst), size in pairs.items() if src == rank}
     receives = {src: torch.zeros(size, dtype=torch.uint8) for (src, dst), size in pairs.items() if dst == rank}
     seconds = []
     for _ in range(repeats + 1):

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import yaml
 
-from megatron_dynatrain.bench.cases import Case
+from megatron_dynatrain.bench.cases import Case, parameters
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 DATA = ROOT / "runs" / "data" / "stdlib"
 RAW_REPEATS = 3
 MEMORY_FOLDER = Path("/dev/shm")
-BYTES_PER_PARAM = 12  # of a checkpoint: fp32 weights and two moments
+BYTES_OF_CHECKPOINT = 12  # a parameter: in fp32 its weight and two moments
+BYTES_OF_PROCESS = 500_000_000
 
 
 class BenchFailed(Exception):
@@ -57,7 +58,6 @@ def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]
         _launch(case, job, [*case.command_line("launch", last), "--dynatrain-config", str(config), *save], checkpoint, visits,
                 lambda done: tell(_where(visits, done)))
         by_rank = _read(job, case.num_ranks)
-        shutil.rmtree(checkpoint, ignore_errors=True)
         restart = {}
         for src, dst in case.pairs[:{"none": 0, "one": 1, "all": None}[restarts]]:
             tell(f"stop and restart, {src} -> {dst}")
@@ -71,16 +71,21 @@ def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]
             _launch(case, again, [*case.command_line(dst, first + 1), "--load", str(stopped)])
             started = max(records[-1]["first_step_started"] for records in _read(again, case.num_ranks))
             restart[src, dst] = started - ended
-    return _records(case, by_rank, restart)
+    in_memory = Path(scratch).is_relative_to(MEMORY_FOLDER)
+    return [{**record, "checkpoint_in_memory": in_memory} for record in _records(case, by_rank, restart)]
 
 
 def _checkpoint_folder(case: Case) -> tempfile.TemporaryDirectory:
-    """A folder in memory where there is room for two checkpoints and for the job beside them, else one on the disk."""
-    from megatron_dynatrain.bench.cases import parameters
-
-    need = 2 * BYTES_PER_PARAM * parameters(case.model)
-    in_memory = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free > need and _free_memory() > 3 * need
+    """A folder in memory where there is room for a checkpoint beside the job in a switch, else one on the disk."""
+    need = _bytes_of_processes(case) + BYTES_OF_CHECKPOINT * parameters(case.model)
+    in_memory = MEMORY_FOLDER.is_dir() and min(shutil.disk_usage(MEMORY_FOLDER).free, _free_memory()) > need
     return tempfile.TemporaryDirectory(prefix="dynatrain-bench-", dir=MEMORY_FOLDER if in_memory else None)
+
+
+def _bytes_of_processes(case: Case) -> int:
+    """About what all ranks need in a switch: torch and Megatron, and two states with two replicas of the weights, one of
+    them without gradients."""
+    return case.num_ranks * BYTES_OF_PROCESS + (24 + 16) * parameters(case.model)
 
 
 def _free_memory() -> int:
@@ -165,6 +170,7 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
         "num_ranks": case.num_ranks, "verified": verified["verify"] == "ok",
         "all_stall_seconds": [visit["stall_seconds"] for visit in timed],
         "all_transfer_seconds": [visit["transfer_seconds"] for visit in timed], "all_raw_exchange_seconds": raw,
+        "first_checkpoint_seconds": None if save is None else verified["save_seconds"][0] + verified["load_seconds"][0],
         "checkpoint_save_seconds": save, "checkpoint_load_seconds": load,
         "refit_seconds": verified.get("refit_seconds"), "refit_plan_seconds": verified.get("refit_plan_seconds"),
         "refit_error": verified.get("refit_error"), "raw_pair_bytes": verified["pair_bytes"],

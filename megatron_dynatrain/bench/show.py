@@ -37,7 +37,10 @@ TARGETS = (
            1.3, models=LARGE_MODELS),
     Target("whole stall at most 2 x the raw exchange (300M model)", "stall_seconds", "raw_exchange_seconds", 2.0,
            models=("300m",)),
-    Target("at least 40 x faster than save + load in process", "checkpoint_seconds", "stall_seconds", 40, at_least=True),
+    Target("at least 40 x faster than save + load in process, the first in a job", "first_checkpoint_seconds", "stall_seconds",
+           40, at_least=True),
+    Target("at least 40 x faster than save + load in process, the second in a job", "checkpoint_seconds", "stall_seconds", 40,
+           at_least=True),
     Target("at least 100 x faster than stop + restart", "restart_seconds", "stall_seconds", 100, at_least=True),
 )
 
@@ -133,7 +136,7 @@ def plot(records: list[dict], path: str) -> None:
     left.set_xlabel("part of the stall")
     left.set_title("phases of a warm switch, and the raw exchange of the same bytes")
     left.set_yticks(places, labels, fontsize=8)
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35 / len(rows) - 0.05), ncols=6, fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=6, fontsize=8)
     for name, label, color, marker in (
             ("restart_seconds", "stop + restart", "tab:red", "s"), ("checkpoint_seconds", "save + load in process", "tab:orange",
                                                                     "D"),
@@ -150,6 +153,6 @@ def plot(records: list[dict], path: str) -> None:
     right.grid(axis="x", color="0.92")
     right.set_xlabel("seconds")
     right.set_title("the same change in other ways")
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35 / len(rows) - 0.05), ncols=3, fontsize=8)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3, fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
