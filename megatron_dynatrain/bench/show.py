@@ -9,6 +9,17 @@ from megatron_dynatrain.report import in_bytes
 # In the order in which a switch goes through them; what a release adds comes after these.
 PHASES = ("leave", "prepare", "quiesce", "groups", "build", "transfer", "finish", "roll_back", "verify", "resume")
 
+# What the plot compares: name in a record, label, color, marker.
+OTHER_WAYS = (
+    ("restart_seconds", "stop + restart", "tab:red", "s"),
+    ("first_checkpoint_seconds", "save + load in process, the first", "navajowhite", "D"),
+    ("checkpoint_seconds", "save + load in process, the second", "tab:orange", "D"),
+    ("stall_seconds", "stall of the switch", "tab:blue", "o"),
+    ("transfer_seconds", "its transfer", "tab:cyan", "o"),
+    ("refit_seconds", "Megatron's refit, weights alone", "tab:green", "^"),
+    ("raw_exchange_seconds", "raw exchange", "0.5", "|"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -137,17 +148,12 @@ def plot(records: list[dict], path: str) -> None:
     left.set_title("phases of a warm switch, and the raw exchange of the same bytes")
     left.set_yticks(places, labels, fontsize=8)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=6, fontsize=8)
-    for name, label, color, marker in (
-            ("restart_seconds", "stop + restart", "tab:red", "s"), ("checkpoint_seconds", "save + load in process", "tab:orange",
-                                                                    "D"),
-            ("stall_seconds", "stall of the switch", "tab:blue", "o"), ("transfer_seconds", "its transfer", "tab:cyan", "o"),
-            ("refit_seconds", "Megatron's refit, weights alone", "tab:green", "^"),
-            ("raw_exchange_seconds", "raw exchange", "0.5", "|")):
+    for name, label, color, marker in OTHER_WAYS:
         found = [(record[name], place) for record, place in zip(rows, places, strict=True) if record[name] is not None]
         if found:
             right.scatter(*zip(*found, strict=True), label=label, color=color, marker=marker, s=70, zorder=3)
     for place, record in zip(places, rows, strict=True):
-        longest = max(record[name] or 0 for name in ("restart_seconds", "checkpoint_seconds", "stall_seconds"))
+        longest = max(record[name] or 0 for name, *_ in OTHER_WAYS)
         right.plot([record["raw_exchange_seconds"], longest], [place, place], color="0.85", linewidth=1, zorder=1)
     right.set_xscale("log")
     right.grid(axis="x", color="0.92")
