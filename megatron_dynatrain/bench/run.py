@@ -41,38 +41,49 @@ def prepare() -> None:
 def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]) -> list[dict]:
     """The records of one model: two for each pair of layouts, cold and warm. `folder` keeps logs and raw measurements.
 
-    restarts: 'one' (the first pair), 'all' or 'none'.
+    restarts: 'one' (the first pair), 'all' or 'none'. `tell` hears, in words, what is being done.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with _checkpoint_folder(case) as scratch:
-        checkpoint, stopped = Path(scratch, "in-process"), Path(scratch, "stop")
-        visits, last = case.visits, len(case.visits) + 1
-        config = folder / "dynatrain.yaml"
-        config.write_text(yaml.safe_dump({"dynatrain": {
-            "layouts": {name: sizes for name, sizes in case.layouts.items() if name != "launch"},
-            "schedule": [{"at_iteration": visit.iteration, "layout": visit.dst} for visit in visits],
-            "verify": "off", "report": str(folder / "report.jsonl")}}))
-        save = ["--save", str(stopped)] if restarts != "none" else []
-        job = folder / "job"
-        _launch(case, job, [*case.command_line("launch", last), "--dynatrain-config", str(config), *save], checkpoint, visits,
-                lambda done: tell(_where(visits, done)))
-        by_rank = _read(job, case.num_ranks)
+        stopped = Path(scratch, "stop")
+        by_rank = _walk(case, folder, Path(scratch, "in-process"), stopped if restarts != "none" else None, tell)
         restart = {}
         for src, dst in case.pairs[:{"none": 0, "one": 1, "all": None}[restarts]]:
             tell(f"stop and restart, {src} -> {dst}")
-            if src == "launch":  # in which the walk ends, with a checkpoint
-                ended, first = _last_end(by_rank), last
-            else:
-                shutil.rmtree(stopped, ignore_errors=True)
-                _launch(case, folder / f"stop-{src}", [*case.command_line(src, 1), "--save", str(stopped)])
-                ended, first = _last_end(_read(folder / f"stop-{src}", case.num_ranks)), 1
-            again = folder / f"restart-{dst}"
-            _launch(case, again, [*case.command_line(dst, first + 1), "--load", str(stopped)])
-            started = max(records[-1]["first_step_started"] for records in _read(again, case.num_ranks))
-            restart[src, dst] = started - ended
+            restart[src, dst] = _restart_seconds(case, folder, src, dst, stopped, by_rank)
     in_memory = Path(scratch).is_relative_to(MEMORY_FOLDER)
     return [{**record, "checkpoint_in_memory": in_memory} for record in _records(case, by_rank, restart)]
+
+
+def _walk(case: Case, folder: Path, checkpoint: Path, stopped: Path | None, tell) -> list[list[dict]]:
+    """The records of every rank of the job that makes all switches. It ends in the launch layout, saved to `stopped`."""
+    visits = case.visits
+    config = folder / "dynatrain.yaml"
+    config.write_text(yaml.safe_dump({"dynatrain": {
+        "layouts": {name: sizes for name, sizes in case.layouts.items() if name != "launch"},
+        "schedule": [{"at_iteration": visit.iteration, "layout": visit.dst} for visit in visits],
+        "verify": "off", "report": str(folder / "report.jsonl")}}))
+    arguments = [*case.command_line("launch", len(visits) + 1), "--dynatrain-config", str(config)]
+    if stopped is not None:
+        arguments += ["--save", str(stopped)]
+    _launch(case, folder / "walk", arguments, checkpoint, visits, lambda done: tell(_where(visits, done)))
+    return _read(folder / "walk", case.num_ranks)
+
+
+def _restart_seconds(case: Case, folder: Path, src: str, dst: str, stopped: Path, walk: list[list[dict]]) -> float:
+    """From the end of the last step of a job in `src`, which saves and ends, to the start of the first step of one in `dst`,
+    which loads."""
+    last, before = len(case.visits) + 1, walk
+    if src != "launch":  # in which the walk ended
+        shutil.rmtree(stopped)
+        last = 1
+        _launch(case, folder / f"stop-{src}", [*case.command_line(src, last), "--save", str(stopped)])
+        before = _read(folder / f"stop-{src}", case.num_ranks)
+    _launch(case, folder / f"restart-{dst}", [*case.command_line(dst, last + 1), "--load", str(stopped)])
+    after = _read(folder / f"restart-{dst}", case.num_ranks)
+    return (max(records[-1]["first_step_started"] for records in after)
+            - max(records[-1]["last_step_ended"] for records in before))
 
 
 def _checkpoint_folder(case: Case) -> tempfile.TemporaryDirectory:
@@ -132,10 +143,6 @@ def _read(folder: Path, num_ranks: int) -> list[list[dict]]:
             for rank in range(num_ranks)]
 
 
-def _last_end(by_rank) -> float:
-    return max(records[-1]["last_step_ended"] for records in by_rank)
-
-
 def _records(case: Case, by_rank: list[list[dict]], restart: dict) -> list[dict]:
     """What `by_rank` says of each pair, cold and warm."""
     visits = [_over_ranks([records[number] for records in by_rank]) for number in range(len(case.visits))]
@@ -162,7 +169,7 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
         "model": case.model, "num_params": verified["num_params"],
         "src": _sizes(chosen["from_sizes"]), "dst": _sizes(chosen["to_sizes"]), "warm": warm,
         "stall_seconds": chosen["stall_seconds"], "phases": chosen["phases"], "transfer_seconds": chosen["transfer_seconds"],
-        "raw_exchange_seconds": statistics.median(raw), "checkpoint_seconds": None if save is None else save + load, "restart_seconds": restart,
+        "first_checkpoint_seconds": None if save is None else sum(verified[name][0] for name in ("save_seconds", "load_seconds")),
         "moved_bytes": chosen["moved_bytes"], "minimum_bytes": chosen["minimum_bytes"],
         "max_rank_bytes": chosen["max_rank_bytes"], "balanced_max_rank_bytes": chosen.get("balanced_max_rank_bytes"),
         "peak_extra_bytes": chosen.get("peak_extra_bytes"), "staging_bytes": chosen.get("staging_bytes"),
@@ -170,7 +177,7 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
         "num_ranks": case.num_ranks, "verified": verified["verify"] == "ok",
         "all_stall_seconds": [visit["stall_seconds"] for visit in timed],
         "all_transfer_seconds": [visit["transfer_seconds"] for visit in timed], "all_raw_exchange_seconds": raw,
-        "first_checkpoint_seconds": None if save is None else verified["save_seconds"][0] + verified["load_seconds"][0],
+        "first_checkpoint_seconds": verified["save_seconds"][0] + verified["load_seconds"][0] if save is not None else None,
         "checkpoint_save_seconds": save, "checkpoint_load_seconds": load,
         "refit_seconds": verified.get("refit_seconds"), "refit_plan_seconds": verified.get("refit_plan_seconds"),
         "refit_error": verified.get("refit_error"), "raw_pair_bytes": verified["pair_bytes"],
