@@ -86,8 +86,10 @@ def run(flags: argparse.Namespace) -> None:
     console.print(show.table(records))
     for line in show.verdicts(records):
         console.print(line, highlight=False)
-    for reason in dict.fromkeys(record["refit_error"] for record in records if record["refit_error"]):
-        console.print(f"Megatron's refit did not run: {reason}", highlight=False)
+    for record in records:
+        if record["refit_error"] and not record["warm"]:
+            console.print(f"no refit by Megatron of {record['model']} {record['src']} -> {record['dst']}: "
+                          f"{record['refit_error']}", highlight=False)
     show.plot(records, flags.plot)
     for path in (flags.json, flags.plot):
         console.print(f"wrote {path}")

@@ -169,8 +169,8 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
         "model": case.model, "num_params": verified["num_params"],
         "src": _sizes(chosen["from_sizes"]), "dst": _sizes(chosen["to_sizes"]), "warm": warm,
         "stall_seconds": chosen["stall_seconds"], "phases": chosen["phases"], "transfer_seconds": chosen["transfer_seconds"],
-        "first_checkpoint_seconds": None if save is None else sum(verified[name][0] for name in ("save_seconds", "load_seconds")),
-        "moved_bytes": chosen["moved_bytes"], "minimum_bytes": chosen["minimum_bytes"],
+        "raw_exchange_seconds": statistics.median(raw), "checkpoint_seconds": None if save is None else save + load,
+        "restart_seconds": restart, "moved_bytes": chosen["moved_bytes"], "minimum_bytes": chosen["minimum_bytes"],
         "max_rank_bytes": chosen["max_rank_bytes"], "balanced_max_rank_bytes": chosen.get("balanced_max_rank_bytes"),
         "peak_extra_bytes": chosen.get("peak_extra_bytes"), "staging_bytes": chosen.get("staging_bytes"),
         # beyond what the names above promise
@@ -193,6 +193,9 @@ def _over_ranks(of_ranks: list[dict]) -> dict:
         values = [record[name] for record in of_ranks if record.get(name) is not None]
         if values:
             visit[name] = max(values)
+    errors = [record["refit_error"] for record in of_ranks if "refit_error" in record]
+    if errors:
+        visit.update(refit_error=errors[0], refit_seconds=None, refit_plan_seconds=None)
     for name in ("raw_seconds", "save_seconds", "load_seconds"):
         if name in visit:
             visit[name] = [max(seconds) for seconds in zip(*(record[name] for record in of_ranks), strict=True)]
