@@ -89,6 +89,7 @@ class Case:
     num_ranks: int
     repeats: int
     checkpoints: str = "one"  # of the first pair; or 'all', or 'none'
+    refits: bool = True
 
     @property
     def layouts(self) -> dict[str, dict]:
@@ -115,7 +116,7 @@ class Case:
         for kind in kinds:
             for number, (src, dst) in enumerate(self.pairs):
                 beside = kind == "verified" and (self.checkpoints == "all" or self.checkpoints == "one" and number == 0)
-                visits.append(Visit(len(visits) + 1, src, dst, kind, beside, kind == "verified"))
+                visits.append(Visit(len(visits) + 1, src, dst, kind, beside, kind == "verified" and self.refits))
         return visits
 
     def command_line(self, layout_name: str, last_iteration: int) -> list[str]:
