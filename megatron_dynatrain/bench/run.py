@@ -46,7 +46,8 @@ def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    case = dataclasses.replace(case, refits=_free_memory() > _bytes_of_processes(case) + BYTES_OF_REFIT * parameters(case.model))
+    room = _free_memory() - _bytes_of_processes(case)
+    case = dataclasses.replace(case, refits=room > BYTES_OF_REFIT * parameters(case.model))
     with _checkpoint_folder(case) as scratch:
         stopped = Path(scratch, "stop")
         by_rank = _walk(case, folder, Path(scratch, "in-process"), stopped if restarts != "none" else None, tell)
