@@ -69,8 +69,8 @@ RANKS = tuple(DENSE_LAYOUTS)
 class Visit:
     """One switch of the walk, after `iteration`.
 
-    kind: 'cold' for the first time that the job makes this switch, 'verified' for one that compares every bit and is not
-    timed, 'warm' for the later ones. checkpoint, refit: whether Megatron's own ways are measured beside it.
+    kind: 'cold' for the first time that the job makes this switch, 'warm' for later ones, 'verified' for one that compares
+    every bit and is not timed. checkpoint, refit: whether Megatron's own ways are measured beside it.
     """
 
     iteration: int
@@ -83,7 +83,10 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model and its walk: a cold round, a verified one, then `repeats` warm ones, one step between two switches."""
+    """One model and its walk: a cold round, `repeats` warm ones, then a verified one, one step between two switches.
+
+    What may disturb the job comes last: the first save starts a process a rank, which stays.
+    """
 
     model: str
     num_ranks: int
@@ -111,7 +114,7 @@ class Case:
     @property
     def visits(self) -> list[Visit]:
         """The walk. It ends in the launch layout."""
-        kinds = ["cold", "verified"] + ["warm"] * self.repeats
+        kinds = ["cold"] + ["warm"] * self.repeats + ["verified"]
         visits = []
         for kind in kinds:
             for number, (src, dst) in enumerate(self.pairs):

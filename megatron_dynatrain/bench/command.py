@@ -87,9 +87,8 @@ def run(flags: argparse.Namespace) -> None:
     for line in show.verdicts(records):
         console.print(line, highlight=False)
     for record in records:
-        if record["refit_error"] and not record["warm"]:
-            console.print(f"no refit by Megatron of {record['model']} {record['src']} -> {record['dst']}: "
-                          f"{record['refit_error']}", highlight=False)
+        for what, why in record["left_out"].items() if not record["warm"] else ():
+            console.print(f"no {what} of {record['model']} {record['src']} -> {record['dst']}: {why}", highlight=False)
     show.plot(records, flags.plot)
     for path in (flags.json, flags.plot):
         console.print(f"wrote {path}")

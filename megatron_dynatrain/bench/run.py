@@ -15,15 +15,20 @@ from pathlib import Path
 import yaml
 
 from megatron_dynatrain.bench.cases import Case, parameters
+from megatron_dynatrain.report import in_bytes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 DATA = ROOT / "runs" / "data" / "stdlib"
 RAW_REPEATS = 3
 MEMORY_FOLDER = Path("/dev/shm")
-BYTES_OF_CHECKPOINT = 12  # a parameter: in fp32 its weight and two moments
-BYTES_OF_REFIT = 16  # a parameter: Megatron packs all weights that it sends, and as many that it receives, of two replicas
-BYTES_OF_PROCESS = 500_000_000
+
+# What a job needs, about: bytes a rank, and bytes a parameter over all ranks, in fp32 with two replicas of the weights.
+PROCESS = 500_000_000
+SAVING_PROCESS = 400_000_000  # which Megatron starts beside each rank with the first save
+TWO_STATES = 24 + 16  # in a switch: weights, gradients and moments; and the same without gradients
+REFIT = 16  # Megatron packs all weights that it sends, and as many that it receives
+CHECKPOINT = 12
 
 
 class BenchFailed(Exception):
@@ -46,8 +51,7 @@ def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    room = _free_memory() - _bytes_of_processes(case)
-    case = dataclasses.replace(case, refits=room > BYTES_OF_REFIT * parameters(case.model))
+    case, left_out = _within_memory(case, _free_memory())
     with _checkpoint_folder(case) as scratch:
         stopped = Path(scratch, "stop")
         by_rank = _walk(case, folder, Path(scratch, "in-process"), stopped if restarts != "none" else None, tell)
@@ -56,7 +60,8 @@ def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]
             tell(f"stop and restart, {src} -> {dst}")
             restart[src, dst] = _restart_seconds(case, folder, src, dst, stopped, by_rank)
     in_memory = Path(scratch).is_relative_to(MEMORY_FOLDER)
-    return [{**record, "checkpoint_in_memory": in_memory} for record in _records(case, by_rank, restart)]
+    return [{**record, "checkpoint_in_memory": in_memory, "left_out": {**left_out, **record["left_out"]}}
+            for record in _records(case, by_rank, restart)]
 
 
 def _walk(case: Case, folder: Path, checkpoint: Path, stopped: Path | None, tell) -> list[list[dict]]:
@@ -89,24 +94,33 @@ def _restart_seconds(case: Case, folder: Path, src: str, dst: str, stopped: Path
             - max(records[-1]["last_step_ended"] for records in before))
 
 
+def _within_memory(case: Case, free: int) -> tuple[Case, dict[str, str]]:
+    """The case without what there is no room for, and why. Raises BenchFailed where there is none for its switches."""
+    size = parameters(case.model)
+    need = case.num_ranks * PROCESS + TWO_STATES * size
+    if free < need:
+        raise BenchFailed(f"{case.model} needs about {in_bytes(need)} of free memory with {case.num_ranks} ranks, and there are "
+                          f"{in_bytes(free)}; choose smaller models with --models")
+    left_out = {}
+    if free < need + REFIT * size:
+        case, left_out["refit"] = dataclasses.replace(case, refits=False), "too little free memory"
+    if case.checkpoints != "none" and free < need + case.num_ranks * SAVING_PROCESS:
+        case, left_out["checkpoint"] = dataclasses.replace(case, checkpoints="none"), "too little free memory"
+    return case, left_out
+
+
 def _checkpoint_folder(case: Case) -> tempfile.TemporaryDirectory:
     """A folder in memory where there is room for a checkpoint beside the job in a switch, else one on the disk."""
-    need = _bytes_of_processes(case) + BYTES_OF_CHECKPOINT * parameters(case.model)
+    need = case.num_ranks * (PROCESS + SAVING_PROCESS) + (TWO_STATES + CHECKPOINT) * parameters(case.model)
     in_memory = MEMORY_FOLDER.is_dir() and min(shutil.disk_usage(MEMORY_FOLDER).free, _free_memory()) > need
     return tempfile.TemporaryDirectory(prefix="dynatrain-bench-", dir=MEMORY_FOLDER if in_memory else None)
-
-
-def _bytes_of_processes(case: Case) -> int:
-    """About what all ranks need in a switch: torch and Megatron, and two states with two replicas of the weights, one of
-    them without gradients."""
-    return case.num_ranks * BYTES_OF_PROCESS + (24 + 16) * parameters(case.model)
 
 
 def _free_memory() -> int:
     try:
         text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return 0
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable"))
 
 
@@ -183,7 +197,7 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
         "first_checkpoint_seconds": verified["save_seconds"][0] + verified["load_seconds"][0] if save is not None else None,
         "checkpoint_save_seconds": save, "checkpoint_load_seconds": load,
         "refit_seconds": verified.get("refit_seconds"), "refit_plan_seconds": verified.get("refit_plan_seconds"),
-        "refit_error": verified.get("refit_error") if case.refits else "it was left out, as there is too little free memory",
+        "left_out": {"refit": verified["refit_error"]} if "refit_error" in verified else {},
         "raw_pair_bytes": verified["pair_bytes"],
     }
 
