@@ -57,7 +57,7 @@ def run(flags: argparse.Namespace) -> None:
 
     from megatron_dynatrain.bench import planning_cost, show
     from megatron_dynatrain.bench.cases import Case
-    from megatron_dynatrain.bench.run import BenchFailed, measure, prepare
+    from megatron_dynatrain.bench.run import BenchFailed, TooLarge, measure, prepare
 
     console, begin = Console(), time.monotonic()
     if flags.planning:
@@ -69,14 +69,18 @@ def run(flags: argparse.Namespace) -> None:
     for path in (flags.json, flags.plot):
         path.parent.mkdir(parents=True, exist_ok=True)
     records: list[dict] = []
+    too_large: list[str] = []
     try:
         prepare()
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
             for model in models:
                 task = progress.add_task(f"{model}: starting {flags.ranks} processes", total=1)
                 case = Case(model, flags.ranks, flags.repeats or (1 if flags.quick else 3), flags.checkpoint)
-                records += measure(case, flags.json.parent.absolute() / model, restarts,
-                                   lambda text: progress.update(task, description=f"{model}: {text}"))
+                try:
+                    records += measure(case, flags.json.parent.absolute() / model, restarts,
+                                       lambda text: progress.update(task, description=f"{model}: {text}"))
+                except TooLarge as error:
+                    too_large.append(str(error))
                 progress.update(task, description=model, completed=1)
     except BenchFailed as error:
         raise SystemExit(f"bench: {error}") from None
@@ -89,7 +93,10 @@ def run(flags: argparse.Namespace) -> None:
     for record in records:
         for what, why in record["left_out"].items() if not record["warm"] else ():
             console.print(f"no {what} of {record['model']} {record['src']} -> {record['dst']}: {why}", highlight=False)
-    show.plot(records, flags.plot)
-    for path in (flags.json, flags.plot):
+    for reason in too_large:
+        console.print(f"left out: {reason}", highlight=False)
+    if records:
+        show.plot(records, flags.plot)
+    for path in (flags.json, *([flags.plot] if records else ())):
         console.print(f"wrote {path}")
     console.print(f"the benchmark took {time.monotonic() - begin:.0f} s")

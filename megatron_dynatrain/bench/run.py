@@ -35,6 +35,10 @@ class BenchFailed(Exception):
     """A job of the benchmark ended with an error; the message has the end of its log."""
 
 
+class TooLarge(Exception):
+    """There is no memory for the switches of a model."""
+
+
 def prepare() -> None:
     """Make the data set, unless it is there."""
     if not SCRIPT.is_file():
@@ -95,12 +99,12 @@ def _restart_seconds(case: Case, folder: Path, src: str, dst: str, stopped: Path
 
 
 def _within_memory(case: Case, free: int) -> tuple[Case, dict[str, str]]:
-    """The case without what there is no room for, and why. Raises BenchFailed where there is none for its switches."""
+    """The case without what there is no room for, and why. Raises TooLarge where there is none for its switches."""
     size = parameters(case.model)
     need = case.num_ranks * PROCESS + TWO_STATES * size
     if free < need:
-        raise BenchFailed(f"{case.model} needs about {in_bytes(need)} of free memory with {case.num_ranks} ranks, and there are "
-                          f"{in_bytes(free)}; choose smaller models with --models")
+        raise TooLarge(f"{case.model} needs about {in_bytes(need)} of free memory on {case.num_ranks} ranks, and there are "
+                       f"{in_bytes(free)}")
     left_out = {}
     if free < need + REFIT * size:
         case, left_out["refit"] = dataclasses.replace(case, refits=False), "too little free memory"
