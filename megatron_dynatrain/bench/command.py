@@ -89,12 +89,12 @@ def run(flags: argparse.Namespace) -> None:
     console.print(show.phases_table(records))
     console.print(show.table(records))
     for line in show.verdicts(records):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
     for record in records:
         for what, why in record["left_out"].items() if not record["warm"] else ():
-            console.print(f"no {what} of {record['model']} {record['src']} -> {record['dst']}: {why}", highlight=False)
+            console.print(f"no {what} of {record['model']} {record['src']} -> {record['dst']}: {why}", highlight=False, markup=False)
     for reason in too_large:
-        console.print(f"left out: {reason}", highlight=False)
+        console.print(f"left out: {reason}", highlight=False, markup=False)
     if records:
         show.plot(records, flags.plot)
     for path in (flags.json, *([flags.plot] if records else ())):
