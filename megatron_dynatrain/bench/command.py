@@ -92,7 +92,8 @@ def run(flags: argparse.Namespace) -> None:
         console.print(line, highlight=False, markup=False)
     for record in records:
         for what, why in record["left_out"].items() if not record["warm"] else ():
-            console.print(f"no {what} of {record['model']} {record['src']} -> {record['dst']}: {why}", highlight=False, markup=False)
+            console.print(f"no {what} of {record['model']} {record['src']} -> {record['dst']}: {why}", highlight=False,
+                          markup=False)
     for reason in too_large:
         console.print(f"left out: {reason}", highlight=False, markup=False)
     if records:

@@ -112,6 +112,7 @@ class Beside:
         """The stall is over, the first step of the new layout has not begun."""
         visit, plan, job = self.visits.pop(0), report.plan, self.session.job
         rank = dist.get_rank()
+        self.record["resident_bytes"] = resident_bytes()
         sums = self.record.pop("refit_sums", None)
         if sums is not None and sums != _weight_sums(job.live.model):
             self.record["refit_error"] = "the weights after the refit are not those of the old layout"
@@ -129,6 +130,14 @@ class Beside:
             fields = {"pair_bytes": [[src, dst, size] for (src, dst), size in pair_bytes(plan).items()],
                       "num_params": num_params(plan)}
         self.writer.write("visit", visit=msgspec.to_builtins(visit), **report.event(), **self.record, **fields)
+
+
+def resident_bytes() -> int | None:
+    """Memory that this process holds now; None where the system does not say it in the way of Linux."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
 
 
 def pair_bytes(plan) -> dict[tuple[int, int], int]:

@@ -198,6 +198,7 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
         "num_ranks": case.num_ranks, "verified": verified["verify"] == "ok",
         "all_stall_seconds": [visit["stall_seconds"] for visit in timed],
         "all_transfer_seconds": [visit["transfer_seconds"] for visit in timed], "all_raw_exchange_seconds": raw,
+        "all_resident_bytes": [visit.get("resident_bytes") for visit in timed],  # of the largest process, after each switch
         "first_checkpoint_seconds": verified["save_seconds"][0] + verified["load_seconds"][0] if save is not None else None,
         "checkpoint_save_seconds": save, "checkpoint_load_seconds": load,
         "refit_seconds": verified.get("refit_seconds"), "refit_plan_seconds": verified.get("refit_plan_seconds"),
@@ -211,7 +212,7 @@ def _over_ranks(of_ranks: list[dict]) -> dict:
     slowest = max(of_ranks, key=lambda record: record["stall_seconds"])
     visit = {**of_ranks[0], "stall_seconds": slowest["stall_seconds"], "phases": slowest["phases"],
              "transfer_seconds": max(record["phases"]["transfer"] for record in of_ranks)}
-    for name in ("refit_seconds", "refit_plan_seconds", "peak_extra_bytes", "staging_bytes"):
+    for name in ("refit_seconds", "refit_plan_seconds", "resident_bytes", "peak_extra_bytes", "staging_bytes"):
         values = [record[name] for record in of_ranks if record.get(name) is not None]
         if values:
             visit[name] = max(values)
