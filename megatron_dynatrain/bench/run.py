@@ -28,6 +28,7 @@ PROCESS = 500_000_000
 SAVING_PROCESS = 400_000_000  # which Megatron starts beside each rank with the first save
 TWO_STATES = 24 + 16  # in a switch: weights, gradients and moments; and the same without gradients
 REFIT = 16  # Megatron packs all weights that it sends, and as many that it receives
+SAVING = 24 + 24 + 16  # one state, what Megatron gathers and stages of it for a save, what malloc keeps of earlier switches
 CHECKPOINT = 12
 
 
@@ -55,7 +56,7 @@ def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    case, left_out = _within_memory(case, _free_memory())
+    case, restarts, left_out = _within_memory(case, restarts, _free_memory())
     with _checkpoint_folder(case) as scratch:
         stopped = Path(scratch, "stop")
         by_rank = _walk(case, folder, Path(scratch, "in-process"), stopped if restarts != "none" else None, tell)
@@ -98,8 +99,9 @@ def _restart_seconds(case: Case, folder: Path, src: str, dst: str, stopped: Path
             - max(records[-1]["last_step_ended"] for records in before))
 
 
-def _within_memory(case: Case, free: int) -> tuple[Case, dict[str, str]]:
-    """The case without what there is no room for, and why. Raises TooLarge where there is none for its switches."""
+def _within_memory(case: Case, restarts: str, free: int) -> tuple[Case, str, dict[str, str]]:
+    """(case, restarts, reasons): the first two without what there is no room for. Raises TooLarge where there is none for the
+    switches of the case."""
     size = parameters(case.model)
     need = case.num_ranks * PROCESS + TWO_STATES * size
     if free < need:
@@ -108,9 +110,11 @@ def _within_memory(case: Case, free: int) -> tuple[Case, dict[str, str]]:
     left_out = {}
     if free < need + REFIT * size:
         case, left_out["refit"] = dataclasses.replace(case, refits=False), "too little free memory"
-    if case.checkpoints != "none" and free < need + case.num_ranks * SAVING_PROCESS:
-        case, left_out["checkpoint"] = dataclasses.replace(case, checkpoints="none"), "too little free memory"
-    return case, left_out
+    if free < case.num_ranks * (PROCESS + SAVING_PROCESS) + SAVING * size:
+        wanted = {"save + load": case.checkpoints, "restart": restarts}
+        left_out |= {what: "too little free memory" for what, pairs in wanted.items() if pairs != "none"}
+        case, restarts = dataclasses.replace(case, checkpoints="none"), "none"
+    return case, restarts, left_out
 
 
 def _checkpoint_folder(case: Case) -> tempfile.TemporaryDirectory:
