@@ -27,8 +27,9 @@ MEMORY_FOLDER = Path("/dev/shm")
 PROCESS = 500_000_000
 SAVING_PROCESS = 400_000_000  # which Megatron starts beside each rank with the first save
 TWO_STATES = 24 + 16  # in a switch: weights, gradients and moments; and the same without gradients
+KEPT = 16  # what malloc keeps of earlier switches
 REFIT = 16  # Megatron packs all weights that it sends, and as many that it receives
-SAVING = 24 + 24 + 16  # one state, what Megatron gathers and stages of it for a save, what malloc keeps of earlier switches
+SAVING = 24 + 24  # one state, and what Megatron gathers and stages of it for a save
 CHECKPOINT = 12
 
 
@@ -108,9 +109,9 @@ def _within_memory(case: Case, restarts: str, free: int) -> tuple[Case, str, dic
         raise TooLarge(f"{case.model} needs about {in_bytes(need)} of free memory on {case.num_ranks} ranks, and there are "
                        f"{in_bytes(free)}")
     left_out = {}
-    if free < need + REFIT * size:
+    if free < need + (KEPT + REFIT) * size:
         case, left_out["refit"] = dataclasses.replace(case, refits=False), "too little free memory"
-    if free < case.num_ranks * (PROCESS + SAVING_PROCESS) + SAVING * size:
+    if free < case.num_ranks * (PROCESS + SAVING_PROCESS) + (KEPT + SAVING) * size:
         wanted = {"save + load": case.checkpoints, "restart": restarts}
         left_out |= {what: "too little free memory" for what, pairs in wanted.items() if pairs != "none"}
         case, restarts = dataclasses.replace(case, checkpoints="none"), "none"
