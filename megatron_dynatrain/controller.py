@@ -17,7 +17,7 @@ from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, together
 from megatron_dynatrain.errors import LayoutRefused, SpaceError, VerificationError
 from megatron_dynatrain.layout import LAUNCH, Layout
-from megatron_dynatrain.planning import Plan, make_plan
+from megatron_dynatrain.planning import Part, Plan, Totals, make_plan, total
 from megatron_dynatrain.registry import Entry, Registry
 from megatron_dynatrain.space import World
 from megatron_dynatrain.transfer import Checksums, compare_bits, execute
@@ -34,6 +34,7 @@ class SwitchReport:
     src_sizes: dict[str, int]
     dst_sizes: dict[str, int]
     plan: Plan
+    totals: Totals
     verify: str
     started: float
     phases: dict[str, float] = field(default_factory=dict)
@@ -49,13 +50,14 @@ class SwitchReport:
 
     def event(self) -> dict:
         """The fields of the event in report.jsonl."""
-        plan = self.plan
+        totals = self.totals
         return {"iteration": self.iteration, "from": self.src, "to": self.dst, "from_sizes": self.src_sizes,
                 "to_sizes": self.dst_sizes, "stall_seconds": round(self.stall_seconds, 6),
                 "phases": {name: round(seconds, 6) for name, seconds in self.phases.items()},
-                "moved_bytes": plan.moved_bytes, "minimum_bytes": plan.minimum_bytes, "local_bytes": plan.local_bytes,
-                "max_rank_bytes": plan.max_rank_bytes, "windows": plan.num_windows, "copies": len(plan),
-                "verify": self.verify, "plan_hash": plan.digest}
+                "moved_bytes": totals.moved_bytes, "minimum_bytes": totals.minimum_bytes, "local_bytes": totals.local_bytes,
+                "max_rank_bytes": totals.max_rank_bytes, "balanced_max_rank_bytes": totals.balanced_max_rank_bytes,
+                "staging_bytes": self.plan.staging_bytes, "windows": totals.num_windows, "copies": totals.num_copies,
+                "verify": self.verify, "plan_hash": self.plan.digest}
 
 
 class Controller:
@@ -123,11 +125,13 @@ class Controller:
     def _plan(self, src: Entry, dst: Entry) -> Plan:
         if (src.name, dst.name) not in self.registry.plans:
             plan = together(LayoutRefused, f"the switch from {src.name!r} to {dst.name!r} is refused",
-                            make_plan, src.world, dst.world, self.config.transfer.staging_bytes)
-            digests = gather(plan.digest)
+                            make_plan, src.world, dst.world, self.config.transfer.staging_bytes, self.rank)
+            gathered = gather((plan.digest, Part.of(plan, self.rank)))
+            digests = [digest for digest, _ in gathered]
             if len(set(digests)) > 1:
                 raise SpaceError(f"ranks made different plans from {src.name!r} to {dst.name!r}: {digests}")
             self.registry.plans[src.name, dst.name] = plan
+            self.registry.totals[src.name, dst.name] = total([part for _, part in gathered])
         return self.registry.plans[src.name, dst.name]
 
     def switch(self, target: str | Layout, iteration: int, started: float) -> SwitchReport | None:
@@ -142,7 +146,8 @@ class Controller:
         if plan is None:
             return None
         dst = self.registry.find(target)
-        report = SwitchReport(iteration, src.name, dst.name, _sizes(self.job.args), {}, plan, self.config.verify, started)
+        report = SwitchReport(iteration, src.name, dst.name, _sizes(self.job.args), {}, plan,
+                              self.registry.totals[src.name, dst.name], self.config.verify, started)
         report.phases["leave"] = start - started
         report.phases["prepare"] = time.perf_counter() - start
         try:

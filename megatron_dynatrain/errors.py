@@ -30,6 +30,10 @@ class VerificationError(DynaTrainError, RuntimeError):
     """State after a switch differs from the state before it."""
 
 
+class TransferError(DynaTrainError, RuntimeError):
+    """The bytes of a switch did not arrive. The job cannot go on."""
+
+
 def reason(error: BaseException, limit: int = 400) -> str:
     """What somebody else's exception says, in one line of at most `limit` characters; for a bare assertion, the line of
     code that failed."""

@@ -113,15 +113,15 @@ def interval_overlaps(a_start, a_stop, b_start, b_stop) -> tuple[np.ndarray, np.
     # b starts inside a (or with it) ...
     order = np.argsort(b_start, kind="stable")
     starts = b_start[order]
-    i1, j1 = _expand(np.searchsorted(starts, a_start, "left"), np.searchsorted(starts, a_stop, "left"))
+    i1, j1 = expand(np.searchsorted(starts, a_start, "left"), np.searchsorted(starts, a_stop, "left"))
     # ... or a starts strictly inside b.
     order_a = np.argsort(a_start, kind="stable")
     starts_a = a_start[order_a]
-    j2, i2 = _expand(np.searchsorted(starts_a, b_start, "right"), np.searchsorted(starts_a, b_stop, "left"))
+    j2, i2 = expand(np.searchsorted(starts_a, b_start, "right"), np.searchsorted(starts_a, b_stop, "left"))
     return np.concatenate([i1, order_a[i2]]), np.concatenate([order[j1], j2])
 
 
-def _expand(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def expand(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """All (row, k) with low[row] <= k < high[row]."""
     counts = np.maximum(high - low, 0)
     rows = np.repeat(np.arange(len(counts)), counts)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_dynatrain.errors import ConfigError
 from megatron_dynatrain.layout import LAUNCH, Layout, nearest
-from megatron_dynatrain.planning import Plan
+from megatron_dynatrain.planning import Plan, Totals
 from megatron_dynatrain.space import Holdings, World
 
 
@@ -25,7 +25,8 @@ class Registry:
     def __init__(self, layouts: dict[str, Layout]):
         self.entries = {LAUNCH: Entry(LAUNCH, Layout(), True)}
         self.entries.update({name: Entry(name, layout, True) for name, layout in layouts.items()})
-        self.plans: dict[tuple[str, str], Plan] = {}
+        self.plans: dict[tuple[str, str], Plan] = {}  # of this rank
+        self.totals: dict[tuple[str, str], Totals] = {}
 
     def find(self, target: str | Layout) -> Entry:
         """The entry of a name or of a layout object; an object that was not declared gets a new entry, named by its text.
@@ -46,4 +47,5 @@ class Registry:
     def forget(self, name: str) -> None:
         """Drop an entry and the plans from and to it."""
         del self.entries[name]
-        self.plans = {pair: plan for pair, plan in self.plans.items() if name not in pair}
+        for pair in [pair for pair in self.plans if name in pair]:
+            del self.plans[pair], self.totals[pair]

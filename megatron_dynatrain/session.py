@@ -134,8 +134,8 @@ class Session:
         self._report.event("switch", **report.event())
         sizes = [" ".join(f"{k}{v}" for k, v in sizes.items()) for sizes in (report.src_sizes, report.dst_sizes)]
         self._say(f"after iteration {report.iteration}: {report.src} ({sizes[0]}) -> {report.dst} ({sizes[1]}), stall "
-                  f"{report.stall_seconds:.3f} s, moved {in_bytes(report.plan.moved_bytes)} (minimum "
-                  f"{in_bytes(report.plan.minimum_bytes)}), verify {report.verify}")
+                  f"{report.stall_seconds:.3f} s, moved {in_bytes(report.totals.moved_bytes)} (minimum "
+                  f"{in_bytes(report.totals.minimum_bytes)}), verify {report.verify}")
         self._say("phases: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases.items()))
         for hook in self.after_switch:
             hook(report)

@@ -122,6 +122,7 @@ class World:
     ranks: global ranks of the members, int64 [num_ranks], in the order in which their pieces follow.
     tensors: all logical tensors, sorted; `boxes.tensor` indexes it.
     rank: int64 [num_pieces], the global rank that holds the piece; other columns as in `Holdings`.
+    digest: a hash of the digests of all ranks.
     """
 
     ranks: np.ndarray
@@ -132,6 +133,7 @@ class World:
     start: np.ndarray
     stride: np.ndarray
     is_main: np.ndarray
+    digest: str
 
     @classmethod
     def assemble(cls, holdings: dict[int, Holdings]) -> "World":
@@ -159,7 +161,8 @@ class World:
             columns["stride"].append(_widen(own.stride, num_axes, 0))
             columns["is_main"].append(own.is_main)
         world = cls(np.array(ranks, np.int64), tensors, concatenate(tables),
-                    **{name: np.concatenate(parts) for name, parts in columns.items()})
+                    **{name: np.concatenate(parts) for name, parts in columns.items()},
+                    digest=_digest((rank, holdings[rank].digest()) for rank in ranks))
         check_cover(world)
         return world
 
@@ -170,6 +173,13 @@ class World:
         """One piece for a message: 'rank 3 holds decoder...weight:exp_avg[2:4, 0:8]'."""
         tensor = self.tensors[self.boxes.tensor[row]]
         return f"rank {self.rank[row]} holds {tensor.name}{self.boxes.box(row, len(tensor.shape))}"
+
+
+def _digest(parts) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(repr(part).encode())
+    return state.hexdigest()
 
 
 def _widen(table: np.ndarray, num_axes: int, fill: int) -> np.ndarray:
@@ -201,8 +211,12 @@ def check_cover(world: World) -> None:
     if len(twice):
         a, b = (int(main_rows[rows[twice[0]]]) for rows in (i, j))
         raise SpaceError(f"an element is covered twice: {world.describe(a)} and {world.describe(b)}, both as the main copy")
-    gap, gap_row, *_ = subtract(whole, main)
-    if len(gap):
+    # Disjoint and inside: if the volumes add up, nothing is missing. Only a gap needs to be searched for.
+    covered = np.bincount(main.tensor, main.volume, len(world.tensors))
+    lacking = np.nonzero(covered != whole.volume)[0]
+    if len(lacking):
+        gap, gap_row, *_ = subtract(whole[lacking], main)
+        gap_row = lacking[gap_row]
         tensor = world.tensors[gap_row[0]]
         raise SpaceError(f"no rank holds {tensor.name}{gap.box(0, len(tensor.shape))} (global shape {tensor.shape}); "
                          "a switch would lose these elements")

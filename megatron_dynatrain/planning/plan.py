@@ -1,14 +1,12 @@
-"""From two worlds to the list of copies between them.
+"""From two worlds to the plan of a switch, for one rank or for all.
 
 In the order of `make_plan`:
 
 1. In both worlds the main pieces cover every logical tensor exactly once (`World.assemble` sees to that).
-2. What a rank needs and holds already is copied locally. The rest of each piece is cut along the main pieces of the
-   source: every element that crosses between ranks crosses once per rank that needs it.
-3. Padding that only the destination has is filled with zeros; padding that only the source has is left behind.
-4. Where replicas hold the same box, the one with the least to send so far is the source.
-5. Copies between ranks are packed into windows (`windows`): bounded in bytes and operations, the same on all ranks.
-6. The plan is checked (`Plan.check`): every destination element is written once, and moved bytes equal the minimum.
+2. What a rank needs and holds already is copied locally; the rest comes from the ranks that hold it, each element once for
+   each rank that needs it, the work shared by replicas; new padding is zero (`copies`).
+3. Copies are packed into messages, and messages have one order in the whole job (`order`).
+4. The plan is checked (`Plan.check`): every destination element is written once, and moved bytes equal the minimum.
 """
 
 import hashlib
@@ -18,35 +16,45 @@ from functools import cached_property
 import numpy as np
 
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
-from megatron_dynatrain.geometry import BoxTable, concatenate, intersect, overlaps, subtract
-from megatron_dynatrain.planning.windows import DEFAULT_STAGING_BYTES, assign_windows, split_large
+from megatron_dynatrain.geometry import BoxTable, concatenate, overlaps
+from megatron_dynatrain.planning import order
+from megatron_dynatrain.planning.copies import Cells, find_copies, minimum_bytes
+from megatron_dynatrain.planning.order import DEFAULT_STAGING_BYTES
 from megatron_dynatrain.space import LogicalTensor, World, whole_tensors
-
-LOCAL = -1  # window of a copy that stays on its rank
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Every copy of one switch, one row each, sorted by (window, src_rank, dst_rank, order of packing).
+    """The copies of one switch, one row each, in the order of the job.
 
+    rank: whose copies these are, or None for those of all ranks.
     tensors: those of the destination; the source's differ in their padding at most.
     boxes: the global coordinates; `boxes.tensor` indexes `tensors`.
     src_piece, dst_piece: rows of the source and of the destination world from which and into which the box is copied.
-    window: int64, LOCAL for copies within a rank.
+    batch: int64, non-decreasing: memory is taken and given back by batches.
+    message: int64; copies with the same number travel together, ascending in the order of the job; -1 for a local copy.
+    is_direct: bool, whether the copy is contiguous on both sides and travels without being packed.
+    holders, holder_sets: for each copy between ranks, the set of ranks that could have sent it.
     zeros, zeros_dst_piece: boxes that the source does not have, and the rows of the destination world that they fill.
     minimum_bytes: what has to cross between ranks in any plan: what ranks need and do not hold.
-    staging_bytes: the bound on what a rank sends, and on what it receives, in one window.
+    staging_bytes: the bound on scratch of a rank.
     """
 
     src: World
     dst: World
+    rank: int | None
     tensors: tuple[LogicalTensor, ...]
     boxes: BoxTable
     src_piece: np.ndarray
     dst_piece: np.ndarray
-    window: np.ndarray
+    batch: np.ndarray
+    message: np.ndarray
+    is_direct: np.ndarray
+    holders: np.ndarray
+    holder_sets: tuple[tuple[int, ...], ...]
     zeros: BoxTable
     zeros_dst_piece: np.ndarray
+    dst_rows: np.ndarray
     minimum_bytes: int
     staging_bytes: int
 
@@ -70,27 +78,40 @@ class Plan:
     def dst_rank(self) -> np.ndarray:
         return self.dst.rank[self.dst_piece]
 
-    @property
-    def num_windows(self) -> int:
-        return int(self.window.max(initial=LOCAL)) + 1
+    @cached_property
+    def crosses(self) -> np.ndarray:
+        """Whether a copy is between ranks: bool [num_copies]."""
+        return self.message >= 0
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that cross between ranks."""
-        return int(self.nbytes[self.window != LOCAL].sum())
+        """Bytes that cross between ranks; of a rank's plan, those that it receives."""
+        return int(self.nbytes[self.crosses & (self.rank is None or self.dst_rank == self.rank)].sum())
 
     @property
     def local_bytes(self) -> int:
         """Bytes that are copied within ranks."""
-        return int(self.nbytes[self.window == LOCAL].sum())
+        return int(self.nbytes[~self.crosses].sum())
+
+    def rank_bytes(self, side: str) -> np.ndarray:
+        """Bytes that each rank sends ('src') or receives ('dst') from others: int64 [largest rank + 1]."""
+        size = int(max(self.src.ranks.max(initial=0), self.dst.ranks.max(initial=0))) + 1
+        rank = self.src_rank if side == "src" else self.dst_rank
+        return np.bincount(rank[self.crosses], self.nbytes[self.crosses], size).astype(np.int64)
 
     @property
     def max_rank_bytes(self) -> int:
         """The most that any one rank sends or receives: no switch is faster than this over the rank's link."""
-        crosses = self.window != LOCAL
-        size = int(max(self.src.ranks.max(initial=0), self.dst.ranks.max(initial=0))) + 1
-        sums = (np.bincount(rank[crosses], self.nbytes[crosses], size) for rank in (self.src_rank, self.dst_rank))
-        return int(max(s.max(initial=0) for s in sums))
+        if self.rank is not None:
+            return int(max(self.rank_bytes(side)[self.rank] for side in ("src", "dst")))
+        return int(max(self.rank_bytes(side).max(initial=0) for side in ("src", "dst")))
+
+    @cached_property
+    def demand(self) -> dict[tuple[int, ...], int]:
+        """{ranks that hold something: bytes of it that others need}; of a rank's plan, that this rank needs."""
+        rows = self.crosses & (self.rank is None or self.dst_rank == self.rank)
+        sums = np.bincount(self.holders[rows], self.nbytes[rows], len(self.holder_sets)).astype(np.int64)
+        return {holders: int(total) for holders, total in zip(self.holder_sets, sums.tolist(), strict=True) if total}
 
     def addresses(self, side: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where copies lie on one side ('src' or 'dst'): (storage [n], start [n], stride [n, num_axes]), in elements."""
@@ -109,25 +130,61 @@ class Plan:
         whole = whole_tensors(self.dst.tensors, num_axes)
         return BoxTable(whole.tensor, whole.offset, np.minimum(whole.shape, whole_tensors(self.src.tensors, num_axes).shape))
 
+    def windows(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, window): the copies of `rank` in the order in which it carries them out, and the window of each.
+
+        A local copy belongs to the window of the next message, so that it is made while that is in flight.
+        """
+        rows = np.nonzero((self.src_rank == rank) | (self.dst_rank == rank))[0]
+        remote = rows[self.message[rows] >= 0]
+        packed = np.where(self.is_direct[remote], 0, self.nbytes[remote])
+        starts = np.nonzero(np.diff(self.message[remote], prepend=-1))[0]
+        sums = np.add.reduceat(packed, starts) if len(starts) else packed
+        sends = self.src_rank[remote[starts]] == rank
+        window = order.windows(np.where(sends, sums, 0), np.where(sends, 0, sums), order.window_limit(self.staging_bytes))
+        of_row = np.full(len(rows), -1, np.int64)
+        of_row[self.message[rows] >= 0] = np.repeat(window, np.diff(np.append(starts, len(remote))))
+        following = np.minimum.accumulate(np.where(of_row < 0, window.max(initial=0), of_row)[::-1])[::-1]
+        return rows, following
+
+    def num_windows_of(self, rank: int) -> int:
+        """Windows that `rank` walks; none if it has nothing to send or to receive."""
+        rows, window = self.windows(rank)
+        return int(window[self.message[rows] >= 0].max(initial=-1)) + 1
+
+    @cached_property
+    def num_windows(self) -> int:
+        """The most windows that any rank walks (of a rank's plan: that rank)."""
+        ranks = np.union1d(self.src.ranks, self.dst.ranks).tolist() if self.rank is None else [self.rank]
+        return max(self.num_windows_of(rank) for rank in ranks)
+
     @cached_property
     def digest(self) -> str:
-        """A hash of the whole plan: ranks that agree on it will send and receive the same bytes in the same order."""
+        """A hash of what the plan follows from, and so of the plan: the two worlds and the budget. Equal on every rank."""
         state = hashlib.blake2b(digest_size=16)
-        state.update(repr((self.tensors, self.staging_bytes)).encode())
-        for column in (self.boxes.tensor, self.boxes.offset, self.boxes.shape, self.src_rank, self.dst_rank, self.window,
-                       *self.addresses("src", slice(None)), *self.addresses("dst", slice(None)),
-                       self.zeros.offset, self.zeros.shape, self.zeros_dst_piece):
-            state.update(np.ascontiguousarray(column).tobytes())
+        state.update(f"{self.src.digest} {self.dst.digest} {self.staging_bytes}".encode())
         return state.hexdigest()
+
+    def of_rank(self, rank: int) -> "Plan":
+        """The part of `rank`: what `make_plan` returns for it, but for the numbers of messages."""
+        rows = np.nonzero((self.src_rank == rank) | (self.dst_rank == rank))[0]
+        zeros = np.nonzero(self.dst.rank[self.zeros_dst_piece] == rank)[0]
+        dst_rows = self.dst_rows[self.dst.rank[self.dst_rows] == rank]
+        received = rows[self.crosses[rows] & (self.dst_rank[rows] == rank)]
+        return Plan(self.src, self.dst, rank, self.tensors, self.boxes[rows], self.src_piece[rows], self.dst_piece[rows],
+                    self.batch[rows], self.message[rows], self.is_direct[rows], self.holders[rows], self.holder_sets,
+                    self.zeros[zeros], self.zeros_dst_piece[zeros], dst_rows, int(self.nbytes[received].sum()),
+                    self.staging_bytes)
 
     def check(self) -> None:
         """Raise SpaceError unless every destination element is written exactly once and nothing moves needlessly."""
-        boxes, dst_piece = concatenate([self.boxes, self.zeros]), np.concatenate([self.dst_piece, self.zeros_dst_piece])
-        written = np.bincount(dst_piece, boxes.volume, len(self.dst))
-        wrong = np.nonzero(written != self.dst.boxes.volume)[0]
+        own = slice(None) if self.rank is None else self.dst_rank == self.rank
+        boxes, dst_piece = concatenate([self.boxes[own], self.zeros]), np.concatenate([self.dst_piece[own], self.zeros_dst_piece])
+        written = np.bincount(dst_piece, boxes.volume, len(self.dst))[self.dst_rows]
+        wrong = np.nonzero(written != self.dst.boxes.volume[self.dst_rows])[0]
         if len(wrong):
-            row = int(wrong[0])
-            raise SpaceError(f"{int(written[row])} of {int(self.dst.boxes.volume[row])} elements would be written where "
+            row = int(self.dst_rows[wrong[0]])
+            raise SpaceError(f"{int(written[wrong[0]])} of {int(self.dst.boxes.volume[row])} elements would be written where "
                              f"{self.dst.describe(row)} in the new layout")
         by_piece = BoxTable(dst_piece, boxes.offset, boxes.shape)
         i, j = overlaps(by_piece, by_piece)
@@ -144,41 +201,71 @@ def _addresses(world: World, piece: np.ndarray, offset: np.ndarray) -> tuple[np.
     return world.storage[piece], world.start[piece] + ((offset - world.boxes.offset[piece]) * stride).sum(axis=1), stride
 
 
-def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES) -> Plan:
-    """The checked plan from `src` to `dst`; a pure function, equal on every rank that is given equal worlds.
+def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES, rank: int | None = None,
+              cells: Cells | None = None) -> Plan:
+    """The checked plan from `src` to `dst`, of all ranks or of one; a pure function, equal wherever it is given equal worlds.
 
-    Raises LayoutRefused where the destination needs what the source does not have. Ranks of the two worlds share one
-    numbering; the sets may differ.
+    cells: `Cells(src, dst)`, if it is there already. Raises LayoutRefused where the destination needs what the source does not
+    have. Ranks of the two worlds share one numbering; the sets may differ.
     """
     tensors = _common_tensors(src, dst)
-    num_axes = max(src.boxes.offset.shape[1], dst.boxes.offset.shape[1])
     if src.boxes.offset.shape[1] != dst.boxes.offset.shape[1]:
-        raise SpaceError(f"the layouts describe tensors of {src.boxes.offset.shape[1]} and {num_axes} axes")
+        raise SpaceError(f"the layouts describe tensors of {src.boxes.offset.shape[1]} and {dst.boxes.offset.shape[1]} axes")
+    cells = cells or Cells(src, dst)
+    src_rows, dst_rows = cells.rows(cells.all() if rank is None else cells.of_rank(rank))
+    found = find_copies(src, dst, src_rows, dst_rows)
 
-    held, held_dst, held_src = _held_already(src, dst)
-    missing, missing_dst = _missing(dst, held, held_dst)
-    zeros, zeros_row, *_ = subtract(missing, whole_tensors(src.tensors, num_axes))
-    main_rows = np.nonzero(src.is_main)[0]
-    i, j = overlaps(missing, src.boxes[main_rows])
-    remote = intersect(missing[i], src.boxes[main_rows[j]])
-    remote_dst = missing_dst[i]
-    remote, parent = split_large(remote, np.array([t.itemsize for t in tensors])[remote.tensor], staging_bytes)
-    remote_dst, remote_main = remote_dst[parent], main_rows[j][parent]
-    sizes = np.array([t.itemsize for t in tensors], np.int64)[remote.tensor] * remote.volume
-    remote_src = _least_loaded_replica(src, remote_main, sizes)
-    window = assign_windows(src.rank[remote_src], dst.rank[remote_dst], sizes, staging_bytes)
+    itemsize = np.array([t.itemsize for t in tensors], np.int64)
+    own = np.arange(len(found.boxes)) if rank is None else np.nonzero(
+        (src.rank[found.src_piece] == rank) | (dst.rank[found.dst_piece] == rank))[0]
+    own_rows = dst_rows if rank is None else dst_rows[dst.rank[dst_rows] == rank]
+    zeros = np.arange(len(found.zeros)) if rank is None else np.nonzero(dst.rank[found.zeros_dst_piece] == rank)[0]
+    boxes, parent = split_copies(src, dst, found, own, itemsize, staging_bytes)
+    src_piece, dst_piece, holders = found.src_piece[parent], found.dst_piece[parent], found.holders[parent]
 
-    boxes = concatenate([held, remote])
-    src_piece = np.concatenate([held_src, remote_src])
-    dst_piece = np.concatenate([held_dst, remote_dst])
-    window = np.concatenate([np.full(len(held), LOCAL, np.int64), window])
-    # Wide elements first in a message, so that every piece in it is aligned.
-    itemsize = np.array([t.itemsize for t in tensors], np.int64)[boxes.tensor]
-    order = np.lexsort((np.arange(len(boxes)), -itemsize, dst.rank[dst_piece], src.rank[src_piece], window))
-    plan = Plan(src, dst, tensors, boxes[order], src_piece[order], dst_piece[order], window[order],
-                zeros, missing_dst[zeros_row], _minimum_bytes(src, dst), staging_bytes)
+    num_ranks = max(len(src.ranks), len(dst.ranks))
+    batch = order.batches(tensors, boxes, num_ranks, staging_bytes)
+    src_rank, dst_rank = src.rank[src_piece], dst.rank[dst_piece]
+    size = itemsize[boxes.tensor]
+    nbytes = boxes.volume * size
+    direct = (holders >= 0) & (nbytes >= order.DIRECT_BYTES) & _contiguous(src, src_piece, boxes) & _contiguous(dst, dst_piece, boxes)
+    # Within a message wide elements come first, so that every piece in it is aligned.
+    columns = np.column_stack([boxes.tensor, boxes.offset])
+    by_pair = np.lexsort((*columns.T[::-1], -size, direct, dst_rank, src_rank, batch))
+    span = 1 + int(max(src.ranks.max(initial=0), dst.ranks.max(initial=0)))
+    pair = ((batch * span + src_rank) * span + dst_rank)[by_pair]
+    turn = np.empty(len(boxes), np.int64)
+    turn[by_pair] = order.turns(pair, nbytes[by_pair], direct[by_pair], order.window_limit(staging_bytes) // 2)
+    turn = np.where(src_rank == dst_rank, -1, turn)  # local copies lead their batch
+    in_order = by_pair[np.lexsort((src_rank[by_pair], ((dst_rank - src_rank) % span)[by_pair], turn[by_pair], batch[by_pair]))]
+    key = np.column_stack([batch, turn, src_rank, dst_rank])[in_order]
+    message = np.cumsum((key[1:] != key[:-1]).any(axis=1)) if len(key) else np.empty(0, np.int64)
+    message = np.where(src_rank[in_order] == dst_rank[in_order], -1, np.append(0, message)[:len(key)])
+
+    plan = Plan(src, dst, rank, tensors, boxes[in_order], src_piece[in_order], dst_piece[in_order], batch[in_order], message,
+                direct[in_order], holders[in_order], found.holder_sets, found.zeros[zeros], found.zeros_dst_piece[zeros],
+                own_rows, int(minimum_bytes(src, dst, src_rows, own_rows).sum()), staging_bytes)
     plan.check()
     return plan
+
+
+def split_copies(src: World, dst: World, found, own: np.ndarray, itemsize: np.ndarray, staging_bytes: int):
+    """(boxes, row of `found` of each): the copies `own`, those between ranks cut to what a message takes."""
+    local = own[found.holders[own] < 0]
+    remote = own[found.holders[own] >= 0]
+    parts, parent = order.split_large(found.boxes[remote], itemsize[found.boxes.tensor[remote]], order.piece_limit(staging_bytes))
+    return concatenate([found.boxes[local], parts]), np.concatenate([local, remote[parent]])
+
+
+def _contiguous(world: World, piece: np.ndarray, boxes: BoxTable) -> np.ndarray:
+    """Whether each box is one stretch of memory where it lies in rows `piece` of `world`: bool [num_boxes]."""
+    expected = np.ones(len(boxes), np.int64)
+    contiguous = np.ones(len(boxes), bool)
+    for axis in range(boxes.shape.shape[1] - 1, -1, -1):
+        extent = boxes.shape[:, axis]
+        contiguous &= (extent == 1) | (world.stride[piece, axis] == expected)
+        expected = expected * extent
+    return contiguous
 
 
 def _common_tensors(src: World, dst: World) -> tuple[LogicalTensor, ...]:
@@ -196,55 +283,3 @@ def _common_tensors(src: World, dst: World) -> tuple[LogicalTensor, ...]:
 def _differ_in_padding(a: LogicalTensor | None, b: LogicalTensor | None) -> bool:
     return (a is not None and b is not None and a.is_padded and b.is_padded and a.shape[1:] == b.shape[1:]
             and a.dtype == b.dtype)
-
-
-def _with_rank(boxes: BoxTable, rank: np.ndarray) -> BoxTable:
-    """Boxes that can only meet on the same rank: the rank becomes a first axis that is one wide."""
-    return BoxTable(boxes.tensor, np.column_stack([rank, boxes.offset]), np.column_stack([np.ones_like(rank), boxes.shape]))
-
-
-def _held_already(src: World, dst: World) -> tuple[BoxTable, np.ndarray, np.ndarray]:
-    """(boxes, row of dst, row of src): the parts of destination pieces that lie on the rank that needs them."""
-    _, _, inside, dst_row, src_row = subtract(_with_rank(dst.boxes, dst.rank), _with_rank(src.boxes, src.rank))
-    return BoxTable(inside.tensor, inside.offset[:, 1:], inside.shape[:, 1:]), dst_row, src_row
-
-
-def _missing(dst: World, held: BoxTable, held_dst: np.ndarray) -> tuple[BoxTable, np.ndarray]:
-    """(boxes, row of dst): the parts of destination pieces that no `held` box fills."""
-    by_piece = BoxTable(np.arange(len(dst)), dst.boxes.offset, dst.boxes.shape)
-    rest, row, *_ = subtract(by_piece, BoxTable(held_dst, held.offset, held.shape))
-    return BoxTable(dst.boxes.tensor[row], rest.offset, rest.shape), row
-
-
-def _minimum_bytes(src: World, dst: World) -> int:
-    """Bytes that ranks need and do not hold, counted without the plan: for each rank, the volume of what it needs and the
-    source has, less the volume of its intersections with what it holds (the pieces that a rank holds are disjoint or equal)."""
-    itemsize = np.array([t.itemsize for t in dst.tensors], np.int64)
-    whole = whole_tensors(src.tensors, dst.boxes.offset.shape[1])[dst.boxes.tensor]
-    extent = np.minimum(dst.boxes.offset + dst.boxes.shape, whole.shape) - dst.boxes.offset
-    need = int((np.maximum(extent, 0).prod(axis=1, dtype=np.int64) * itemsize[dst.boxes.tensor]).sum())
-    a, b = _with_rank(dst.boxes, dst.rank), _with_rank(src.boxes, src.rank)
-    _, first = np.unique(np.column_stack([b.tensor, b.offset, b.shape]), axis=0, return_index=True)
-    b = b[first]
-    i, j = overlaps(a, b)
-    common = intersect(a[i], b[j])
-    return need - int((common.volume * itemsize[common.tensor]).sum())
-
-
-def _least_loaded_replica(src: World, main: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """For each copy from main piece `main[i]`, the piece to take it from: of all pieces with the same box, the one whose
-    rank has the least to send so far. Largest copies choose first; deterministic."""
-    _, group = np.unique(np.column_stack([src.boxes.tensor, src.boxes.offset, src.boxes.shape]), axis=0,
-                         return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    starts = np.searchsorted(group[order], np.arange(group.max(initial=-1) + 2))
-    chosen = main.copy()
-    load = dict.fromkeys(src.ranks.tolist(), 0)
-    rank = src.rank
-    for copy in np.lexsort((np.arange(len(main)), -sizes)):
-        g = group[main[copy]]
-        replicas = order[starts[g]:starts[g + 1]]
-        best = min(replicas.tolist(), key=lambda piece: (load[int(rank[piece])], int(rank[piece])))
-        chosen[copy] = best
-        load[int(rank[best])] += int(sizes[copy])
-    return chosen

@@ -1,28 +1,64 @@
-"""Carry out the copies of a plan: pack, exchange and unpack, window by window."""
+"""Carry out the copies of a plan: pack, exchange and unpack, window by window.
 
+While one window is in flight, the next one is packed, local copies are made, and the last one is unpacked. Pieces that are
+contiguous on both sides travel as they lie; the others are packed, those of one window and one dtype by one call.
+"""
+
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dynatrain.planning.plan import LOCAL, Plan
+from megatron_dynatrain.errors import TransferError
+from megatron_dynatrain.planning.plan import Plan
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_storages: Sequence[torch.Tensor]) -> int:
+def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_storages: Sequence[torch.Tensor],
+            timeout: timedelta = DEFAULT_TIMEOUT, memory=None) -> int:
     """Copy every piece of `plan` that `rank` sends, receives or keeps; returns the bytes that it received from others.
 
     Collective over all ranks of both worlds, on the default process group, whose ranks are the plan's ranks.
 
-    src_storages, dst_storages: this rank's flat 1-D tensors, numbered as in the descriptions; empty for a rank that is
-    not a member. The two sets must not share memory. Scratch is at most twice `plan.staging_bytes`.
+    plan: that of all ranks or of `rank`. src_storages, dst_storages: this rank's flat 1-D tensors, numbered as in the
+    descriptions; empty for a rank that is not a member. The two sets must not share memory. Scratch is at most
+    `plan.staging_bytes`. memory: told of every window before it is written and after it was read (see `Memory`).
+    Raises TransferError, naming the ranks that did not answer, where a window takes longer than `timeout`.
     """
+    received = 0
     with torch.no_grad():
+        rows, window = plan.windows(rank)
+        steps = [_Step(plan, rank, rows[window == number], src_storages, dst_storages)
+                 for number in range(int(window.max(initial=-1)) + 1)]
+        if memory is not None:
+            memory.start(plan, rank, [step.rows for step in steps])
+        previous = None
+        for number, step in enumerate(steps):
+            if memory is not None:
+                memory.before(number)
+            if number == 0:
+                step.pack()
+            step.post()
+            step.copy_locally()
+            if previous is not None:
+                previous.unpack()
+                if memory is not None:
+                    memory.after(number - 1)
+            if number + 1 < len(steps):
+                steps[number + 1].pack()
+            step.wait(timeout, number)
+            received += step.received
+            previous, steps[number] = step, None
+        if previous is not None:
+            previous.unpack()
+            if memory is not None:
+                memory.after(len(steps) - 1)
         _fill_padding(plan, rank, dst_storages)
-        _copy_locally(plan, rank, src_storages, dst_storages)
-        received = 0
-        for window in range(plan.num_windows):
-            received += _exchange(plan, rank, window, src_storages, dst_storages)
     return received
 
 
@@ -41,51 +77,99 @@ def _fill_padding(plan, rank, dst_storages):
         piece.zero_()
 
 
-def _copy_locally(plan, rank, src_storages, dst_storages):
-    rows = np.nonzero((plan.window == LOCAL) & (plan.dst_rank == rank))[0]
-    for src, dst in zip(views(plan, "src", rows, src_storages), views(plan, "dst", rows, dst_storages), strict=True):
-        dst.copy_(src)
+def _copy(parts: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
+    """parts[i] <- pieces[i]; one call for all of one dtype."""
+    by_dtype: dict[torch.dtype, tuple[list, list]] = {}
+    for part, piece in zip(parts, pieces, strict=True):
+        to, of = by_dtype.setdefault(part.dtype, ([], []))
+        to.append(part)
+        of.append(piece)
+    for to, of in by_dtype.values():
+        torch._foreach_copy_(to, of)
 
 
-def _exchange(plan, rank, window, src_storages, dst_storages) -> int:
-    """One window: all sends and receives of this rank posted together."""
-    in_window = plan.window == window
-    operations, arrivals, received = [], [], 0
-    sends = np.nonzero(in_window & (plan.src_rank == rank))[0]
-    for peer, rows in _by_peer(plan.dst_rank, sends):
-        message = _message(plan, rows, src_storages)
-        for part, piece in zip(_parts(plan, rows, message), views(plan, "src", rows, src_storages), strict=True):
-            part.copy_(piece)
-        operations.append(dist.P2POp(dist.isend, message, peer))
-    for peer, rows in _by_peer(plan.src_rank, np.nonzero(in_window & (plan.dst_rank == rank))[0]):
-        message = _message(plan, rows, dst_storages)
-        operations.append(dist.P2POp(dist.irecv, message, peer))
-        arrivals.append((rows, message))
-        received += message.numel()
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-    for rows, message in arrivals:
-        for part, piece in zip(_parts(plan, rows, message), views(plan, "dst", rows, dst_storages), strict=True):
-            piece.copy_(part)
-    return received
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What one rank does in one window."""
 
+    plan: Plan
+    rank: int
+    rows: np.ndarray
+    src_storages: Sequence[torch.Tensor]
+    dst_storages: Sequence[torch.Tensor]
+    received: int = 0
+    _sends: list = field(default_factory=list)
+    _arrivals: list = field(default_factory=list)
+    _works: list = field(default_factory=list)
 
-def _by_peer(peer_of_row: np.ndarray, rows: np.ndarray):
-    """(peer, its rows) in ascending order of peers; rows keep their order, which both sides share."""
-    for peer in np.unique(peer_of_row[rows]).tolist():
-        yield peer, rows[peer_of_row[rows] == peer]
+    def _messages(self, side_rank) -> list[np.ndarray]:
+        """The rows of each message that this rank sends (`plan.src_rank`) or receives (`plan.dst_rank`), in order."""
+        rows = self.rows[(self.plan.message[self.rows] >= 0) & (side_rank[self.rows] == self.rank)]
+        return np.split(rows, np.nonzero(np.diff(self.plan.message[rows]))[0] + 1) if len(rows) else []
 
+    def pack(self) -> None:
+        """Make what is to be sent."""
+        parts, pieces = [], []
+        for rows in self._messages(self.plan.src_rank):
+            here = views(self.plan, "src", rows, self.src_storages)
+            if self.plan.is_direct[rows[0]]:
+                message = here[0].reshape(-1).view(torch.uint8)
+            else:
+                message = self._buffer(rows, self.src_storages)
+                parts += self._parts(rows, message)
+                pieces += here
+            self._sends.append((int(self.plan.dst_rank[rows[0]]), message))
+        _copy(parts, pieces)
 
-def _message(plan, rows, storages) -> torch.Tensor:
-    return torch.empty(int(plan.nbytes[rows].sum()), dtype=torch.uint8, device=storages[0].device)
+    def post(self) -> None:
+        """Post all sends and receives together."""
+        operations = []
+        for rows in self._messages(self.plan.dst_rank):
+            there = views(self.plan, "dst", rows, self.dst_storages)
+            if self.plan.is_direct[rows[0]]:
+                message = there[0].reshape(-1).view(torch.uint8)
+            else:
+                message = self._buffer(rows, self.dst_storages)
+                self._arrivals.append((self._parts(rows, message), there))
+            self.received += message.numel()
+            operations.append(dist.P2POp(dist.irecv, message, int(self.plan.src_rank[rows[0]])))
+        operations += [dist.P2POp(dist.isend, message, peer) for peer, message in self._sends]
+        if operations:
+            works = dist.batch_isend_irecv(operations)
+            # One work for each operation, or one for all.
+            peers = [operation.peer for operation in operations]
+            self._works = list(zip(works, peers if len(works) == len(peers) else [sorted(set(peers))] * len(works), strict=True))
 
+    def wait(self, timeout: timedelta, number: int) -> None:
+        """Until all has arrived."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        for work, peer in self._works:
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                silent = sorted({p for w, p in self._works if not w.is_completed() for p in ([p] if isinstance(p, int) else p)})
+                raise TransferError(f"rank {self.rank} waited {timeout.total_seconds():.0f} s in window {number} of a switch for "
+                                    f"ranks {silent or [peer]}; look for what stopped them, or raise "
+                                    f"`transfer.timeout_seconds` ({error})") from error
+        self._works, self._sends = [], []
 
-def _parts(plan, rows, message) -> list[torch.Tensor]:
-    """Views into `message`, one per copy, typed and shaped as the piece that travels there."""
-    parts, begin = [], 0
-    for row, nbytes in zip(rows.tolist(), plan.nbytes[rows].tolist(), strict=True):
-        dtype = getattr(torch, plan.tensors[plan.boxes.tensor[row]].dtype)
-        parts.append(message[begin:begin + nbytes].view(dtype).view(plan.boxes.shape[row].tolist()))
-        begin += nbytes
-    return parts
+    def unpack(self) -> None:
+        """Put what has arrived where it belongs."""
+        _copy([piece for _, pieces in self._arrivals for piece in pieces], [part for parts, _ in self._arrivals for part in parts])
+        self._arrivals = []
+
+    def copy_locally(self) -> None:
+        rows = self.rows[self.plan.message[self.rows] < 0]
+        _copy(views(self.plan, "dst", rows, self.dst_storages), views(self.plan, "src", rows, self.src_storages))
+
+    def _buffer(self, rows, storages) -> torch.Tensor:
+        return torch.empty(int(self.plan.nbytes[rows].sum()), dtype=torch.uint8, device=storages[0].device)
+
+    def _parts(self, rows, message) -> list[torch.Tensor]:
+        """Views into `message`, one per copy, typed and shaped as the piece that travels there."""
+        parts, begin = [], 0
+        for row, nbytes in zip(rows.tolist(), self.plan.nbytes[rows].tolist(), strict=True):
+            dtype = getattr(torch, self.plan.tensors[self.plan.boxes.tensor[row]].dtype)
+            parts.append(message[begin:begin + nbytes].view(dtype).view(self.plan.boxes.shape[row].tolist()))
+            begin += nbytes
+        return parts

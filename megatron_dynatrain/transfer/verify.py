@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynatrain.geometry import BoxTable, intersect, overlaps, row_major_strides, subtract
-from megatron_dynatrain.planning.windows import MESSAGES_PER_WINDOW, split_large
+from megatron_dynatrain.planning.order import split_large
 from megatron_dynatrain.space import World, whole_tensors
 
 REFERENCE_BYTES = 32 << 20  # how much of the state is put together at a time
@@ -42,8 +42,7 @@ def compare_bits(src: World, dst: World, rank: int, src_storages: Sequence[torch
     the new layout has must be zero.
     """
     itemsize = np.array([t.itemsize for t in src.tensors], np.int64)
-    chunks, _ = split_large(whole_tensors(src.tensors, src.boxes.offset.shape[1]), itemsize,
-                            REFERENCE_BYTES * MESSAGES_PER_WINDOW)
+    chunks, _ = split_large(whole_tensors(src.tensors, src.boxes.offset.shape[1]), itemsize, REFERENCE_BYTES)
     sizes = chunks.volume * itemsize[chunks.tensor]
     batch = np.cumsum(sizes) // REFERENCE_BYTES
     device = _device([*src_storages, *dst_storages])

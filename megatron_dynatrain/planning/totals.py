@@ -1,0 +1,60 @@
+"""The numbers of a whole switch, put together from the plans of single ranks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dynatrain.planning.balance import balanced_max_rank_bytes
+from megatron_dynatrain.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Bytes and counts of a switch, over all ranks.
+
+    moved_bytes cross between ranks, local_bytes are copied within; minimum_bytes have to cross in any plan. max_rank_bytes: the
+    most that one rank sends or receives; balanced_max_rank_bytes: the same of an ideally balanced plan. num_windows: the most
+    that one rank walks. num_copies: of all ranks that receive.
+    """
+
+    moved_bytes: int
+    minimum_bytes: int
+    local_bytes: int
+    max_rank_bytes: int
+    balanced_max_rank_bytes: int
+    num_windows: int
+    num_copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank contributes: plain values, small."""
+
+    rank: int
+    sent: int
+    received: int
+    minimum: int
+    local: int
+    num_windows: int
+    num_copies: int
+    demand: dict[tuple[int, ...], int]
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> "Part":
+        """Of a plan of `rank`, or of the part of `rank` in a plan of all."""
+        plan = plan if plan.rank == rank else plan.of_rank(rank)
+        return cls(rank, int(plan.rank_bytes("src")[rank]), plan.moved_bytes, plan.minimum_bytes, plan.local_bytes,
+                   plan.num_windows, int((plan.dst_rank == rank).sum()), plan.demand)
+
+
+def total(parts: list[Part]) -> Totals:
+    """The totals of all ranks of both worlds."""
+    demand: dict[tuple[int, ...], int] = {}
+    received = np.zeros(1 + max(part.rank for part in parts), np.int64)
+    for part in parts:
+        received[part.rank] = part.received
+        for holders, nbytes in part.demand.items():
+            demand[holders] = demand.get(holders, 0) + nbytes
+    return Totals(sum(p.received for p in parts), sum(p.minimum for p in parts), sum(p.local for p in parts),
+                  max(max(p.sent, p.received) for p in parts), balanced_max_rank_bytes(demand, received),
+                  max(p.num_windows for p in parts), sum(p.num_copies for p in parts))
