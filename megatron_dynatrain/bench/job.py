@@ -125,11 +125,9 @@ class Beside:
             self.record["loaded_differs"] = before.differences(after)[:3]
             if rank == 0:
                 shutil.rmtree(self.checkpoint)  # every rank has loaded: the checksums are collective
-        fields = {}
-        if rank == 0:
-            fields = {"pair_bytes": [[src, dst, size] for (src, dst), size in pair_bytes(plan).items()],
-                      "num_params": num_params(plan)}
-        self.writer.write("visit", visit=msgspec.to_builtins(visit), **report.event(), **self.record, **fields)
+        received = [[src, dst, size] for (src, dst), size in pair_bytes(plan).items() if dst == rank]
+        self.writer.write("visit", visit=msgspec.to_builtins(visit), num_params=num_params(plan), pair_bytes=received,
+                          **report.event(), **self.record)
 
 
 def resident_bytes() -> int | None:
@@ -141,7 +139,8 @@ def resident_bytes() -> int | None:
 
 
 def pair_bytes(plan) -> dict[tuple[int, int], int]:
-    """{(src_rank, dst_rank): bytes} that the plan moves between two ranks, in a stable order."""
+    """{(src_rank, dst_rank): bytes} that the plan moves between two ranks, in a stable order. A rank's own plan knows those
+    that it sends and receives."""
     crosses = plan.src_rank != plan.dst_rank
     pairs, number = np.unique(np.column_stack([plan.src_rank[crosses], plan.dst_rank[crosses]]), axis=0, return_inverse=True)
     sizes = np.zeros(len(pairs), np.int64)

@@ -215,7 +215,8 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
 def _over_ranks(of_ranks: list[dict]) -> dict:
     """One visit: the largest time of any rank; the phases of the rank with the longest stall, so that they add up."""
     slowest = max(of_ranks, key=lambda record: record["stall_seconds"])
-    visit = {**of_ranks[0], "stall_seconds": slowest["stall_seconds"], "phases": slowest["phases"],
+    visit = {**of_ranks[0], "pair_bytes": [pair for record in of_ranks for pair in record["pair_bytes"]],
+             "stall_seconds": slowest["stall_seconds"], "phases": slowest["phases"],
              "transfer_seconds": max(record["phases"]["transfer"] for record in of_ranks)}
     for name in ("refit_seconds", "refit_plan_seconds", "resident_bytes", "peak_extra_bytes", "staging_bytes"):
         values = [record[name] for record in of_ranks if record.get(name) is not None]
