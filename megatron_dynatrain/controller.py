@@ -17,7 +17,7 @@ from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, together
 from megatron_dynatrain.errors import LayoutRefused, SpaceError, VerificationError
 from megatron_dynatrain.layout import LAUNCH, Layout
-from megatron_dynatrain.planning import Part, Plan, Totals, make_plan, total
+from megatron_dynatrain.planning import Part, Plan, Totals, draft_plan, finish_plan, shares, summed, total
 from megatron_dynatrain.registry import Entry, Registry
 from megatron_dynatrain.space import World
 from megatron_dynatrain.transfer import Checksums, compare_bits, execute
@@ -124,14 +124,16 @@ class Controller:
 
     def _plan(self, src: Entry, dst: Entry) -> Plan:
         if (src.name, dst.name) not in self.registry.plans:
-            plan = together(LayoutRefused, f"the switch from {src.name!r} to {dst.name!r} is refused",
-                            make_plan, src.world, dst.world, self.config.transfer.staging_bytes, self.rank)
-            gathered = gather((plan.digest, Part.of(plan, self.rank)))
+            draft = together(LayoutRefused, f"the switch from {src.name!r} to {dst.name!r} is refused",
+                             draft_plan, src.world, dst.world, self.config.transfer.staging_bytes, self.rank)
+            demand = summed(gather(draft.demand))
+            plan = together(SpaceError, "the plan", finish_plan, draft, shares(demand))
+            gathered = gather((plan.digest, Part.of(plan)))
             digests = [digest for digest, _ in gathered]
             if len(set(digests)) > 1:
                 raise SpaceError(f"ranks made different plans from {src.name!r} to {dst.name!r}: {digests}")
             self.registry.plans[src.name, dst.name] = plan
-            self.registry.totals[src.name, dst.name] = total([part for _, part in gathered])
+            self.registry.totals[src.name, dst.name] = total([part for _, part in gathered], demand)
         return self.registry.plans[src.name, dst.name]
 
     def switch(self, target: str | Layout, iteration: int, started: float) -> SwitchReport | None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from worlds import TENSORS, carried_out, elements_held, filled, strided, worlds
 
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
-from megatron_dynatrain.planning import balanced_max_rank_bytes, make_plan, order
+from megatron_dynatrain.planning import balanced_max_rank_bytes, draft_plan, finish_plan, make_plan, order, shares, summed
 
 SMALL = 64  # bytes of staging: a few elements a message
 
@@ -60,28 +60,26 @@ def test_to_the_same_layout_nothing_moves(world):
     assert plan.moved_bytes == plan.minimum_bytes == plan.num_windows == 0
 
 
-def rows_of(plan):
-    """{(boxes, where from, where to, batch, whether packed)}: what is copied, whatever the numbers of messages."""
-    columns = np.column_stack([plan.boxes.tensor, plan.boxes.offset, plan.boxes.shape, plan.src_piece, plan.dst_piece, plan.batch,
-                               plan.is_direct])
-    return sorted(map(tuple, columns.tolist()))
-
-
 @settings(max_examples=30, deadline=None)
 @given(pairs, st.sampled_from([16, 256]))
 def test_the_plan_of_one_rank_is_its_part_of_the_plan_of_all(pair, staging_bytes):
     src, dst = pair
     plan = make_plan(src, dst, staging_bytes)
-    for rank in np.union1d(src.ranks, dst.ranks).tolist():
-        part, own = plan.of_rank(rank), make_plan(src, dst, staging_bytes, rank)
-        assert rows_of(own) == rows_of(part)
-        assert (own.digest, own.demand) == (plan.digest, part.demand)
-        # The order of the job, restricted to the rank, is the order of the rank.
-        assert all((a == b).all() for a, b in ((own.boxes.offset, part.boxes.offset), (own.src_piece, part.src_piece),
-                                                (own.dst_piece, part.dst_piece)))
-        assert (np.diff(own.message[own.crosses]) != 0).tolist() == (np.diff(part.message[part.crosses]) != 0).tolist()
-    total = sum(make_plan(src, dst, staging_bytes, rank).moved_bytes for rank in dst.ranks.tolist())
-    assert total == plan.moved_bytes
+    ranks = np.union1d(src.ranks, dst.ranks).tolist()
+    drafts = [draft_plan(src, dst, staging_bytes, rank) for rank in ranks]
+    demand = summed([draft.demand for draft in drafts])
+    assert demand == plan.demand
+    for rank, draft in zip(ranks, drafts, strict=True):
+        own = finish_plan(draft, shares(demand))
+        part = (plan.src_rank == rank) | (plan.dst_rank == rank)
+        assert own.digest == plan.digest
+        # The same copies, and the order of the job, restricted to the rank, is the order of the rank.
+        for name in ("src_piece", "dst_piece", "batch", "is_direct", "crosses"):
+            assert (getattr(own, name) == getattr(plan, name)[part]).all(), name
+        assert (own.boxes.offset == plan.boxes.offset[part]).all() and (own.boxes.shape == plan.boxes.shape[part]).all()
+        assert (np.diff(own.message) != 0).tolist() == (np.diff(plan.message[part]) != 0).tolist()
+        assert own.num_windows == plan.num_windows_of(rank)
+    assert sum(draft.minimum_bytes for draft in drafts) == plan.moved_bytes
 
 
 @settings(max_examples=30, deadline=None)

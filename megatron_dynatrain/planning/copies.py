@@ -17,22 +17,38 @@ MIN_PART_BYTES = 4096  # a copy is not cut into smaller parts than this only to 
 _GOLDEN = 0.6180339887498949
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """Boxes to be copied, and boxes to be filled with zeros, one row each.
+Holders = tuple[int, ...]  # the ranks that all hold something, ascending
 
-    boxes: global coordinates. src_piece, dst_piece: rows of the two worlds; equal ranks mean a local copy.
-    holders: for each copy between ranks the number of a set of ranks that all hold its box, -1 for a local copy.
-    holder_sets: those sets. zeros, zeros_dst_piece: padding that the source does not have.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """What pieces of the new world need, before it is said which replica sends.
+
+    held, held_src, held_dst: what the rank that needs it holds itself, and the rows of the two worlds.
+    boxes, dst_piece: what comes from other ranks, each within one box of the source. holders: for each, the number of the
+    ranks that hold that box; holder_sets: those. box_of: the number of the box; pieces, first_piece: the rows of the source that
+    hold box k, one a rank and in the order of ranks, are pieces[first_piece[k]:first_piece[k + 1]].
+    zeros, zeros_dst_piece: padding that the source does not have.
     """
 
+    held: BoxTable
+    held_src: np.ndarray
+    held_dst: np.ndarray
     boxes: BoxTable
-    src_piece: np.ndarray
+    nbytes: np.ndarray
     dst_piece: np.ndarray
+    box_of: np.ndarray
+    pieces: np.ndarray
+    first_piece: np.ndarray
     holders: np.ndarray
-    holder_sets: tuple[tuple[int, ...], ...]
+    holder_sets: tuple[Holders, ...]
     zeros: BoxTable
     zeros_dst_piece: np.ndarray
+
+    def demand(self, of: np.ndarray) -> dict[Holders, int]:
+        """{ranks that hold something: bytes of it that other ranks need}, over the needs `of` (bool)."""
+        sums = np.bincount(self.holders[of], self.nbytes[of], len(self.holder_sets)).astype(np.int64)
+        return {ranks: int(total) for ranks, total in zip(self.holder_sets, sums.tolist(), strict=True) if total}
 
 
 class Cells:
@@ -84,11 +100,10 @@ def _number_cells(*tables: BoxTable) -> list[np.ndarray]:
     return cells
 
 
-def find_copies(src: World, dst: World, src_rows: np.ndarray, dst_rows: np.ndarray) -> Copies:
-    """The copies that fill the pieces `dst_rows` from the pieces `src_rows`, which must be all pieces of some cells.
+def find_needs(src: World, dst: World, src_rows: np.ndarray, dst_rows: np.ndarray) -> Needs:
+    """What fills the pieces `dst_rows` out of the pieces `src_rows`, which must be all pieces of some cells.
 
-    A part that lies on the rank that needs it is copied there; the rest comes from other ranks, each element once. Where
-    replicas hold it, they share the work: each serves the same number of bytes of every box, or of every few small ones.
+    A part that lies on the rank that needs it is copied there; the rest comes from other ranks, each element once.
     """
     a, b = dst.boxes[dst_rows], src.boxes[src_rows]
     missing, missing_row, held, held_dst, held_src = subtract(_with_rank(a, dst.rank[dst_rows]), _with_rank(b, src.rank[src_rows]))
@@ -99,15 +114,78 @@ def find_copies(src: World, dst: World, src_rows: np.ndarray, dst_rows: np.ndarr
 
     main = np.nonzero(src.is_main[src_rows])[0]
     i, j = overlaps(missing, b[main])
-    remote = intersect(missing[i], b[main[j]])
-    remote_dst = missing_row[i]
-    remote, parent, remote_src, holders, holder_sets = _share_among_replicas(
-        src, src_rows, main[j], remote, dst.rank[dst_rows[remote_dst]],
-        remote.volume * np.array([t.itemsize for t in dst.tensors], np.int64)[remote.tensor])
-    return Copies(concatenate([held, remote]), np.concatenate([src_rows[held_src], remote_src]),
-                  np.concatenate([dst_rows[held_dst], dst_rows[remote_dst[parent]]]),
-                  np.concatenate([np.full(len(held), -1, np.int64), holders]), holder_sets,
-                  zeros, dst_rows[missing_row[padded[zeros_row]]])
+    boxes = intersect(missing[i], b[main[j]])
+    nbytes = boxes.volume * np.array([t.itemsize for t in dst.tensors], np.int64)[boxes.tensor]
+
+    number = group_equal(b)
+    pieces = np.lexsort((src.rank[src_rows], number))
+    again = np.zeros(len(pieces), bool)  # a rank may hold a box twice
+    again[1:] = (number[pieces[1:]] == number[pieces[:-1]]) & (
+        src.rank[src_rows[pieces[1:]]] == src.rank[src_rows[pieces[:-1]]])
+    pieces = pieces[~again]
+    first_piece = np.searchsorted(number[pieces], np.arange(number.max(initial=-1) + 2))
+    box_of = number[main[j]]
+    holders, holder_sets = _sets_of_ranks(src.rank[src_rows[pieces]], first_piece, box_of)
+    return Needs(held, src_rows[held_src], dst_rows[held_dst], boxes, nbytes, dst_rows[missing_row[i]], box_of, src_rows[pieces],
+                 first_piece, holders, holder_sets, zeros, dst_rows[missing_row[padded[zeros_row]]])
+
+
+def share_among_replicas(src: World, dst: World, needs: Needs, shares: dict[Holders, tuple[int, ...]]):
+    """Choose for each need the piece that it is taken from, cutting needs where the work is shared.
+
+    shares: for sets of ranks how they share the work, as integers in proportion; others share it equally.
+    Returns (boxes, need, src_piece): the needs after cutting, the row that each is a part of, and the row of the source.
+
+    What is needed of one box lies side by side on a line, by destination. The line is cut in proportion to the shares, in the
+    order of ranks, so that ranks near to one another in number serve one another. Small boxes are not cut: each goes to one
+    replica, in turns that spread well whichever of them are needed.
+    """
+    line = np.lexsort((np.arange(len(needs.boxes)), dst.rank[needs.dst_piece], needs.box_of))
+    boxes, nbytes, group, holders = needs.boxes[line], needs.nbytes[line], needs.box_of[line], needs.holders[line]
+    if not len(line):
+        return boxes, line, np.empty(0, np.int64)
+    starts = np.nonzero(np.diff(group, prepend=-1))[0]
+    before = np.cumsum(nbytes) - nbytes
+    before = before - np.repeat(before[starts], np.diff(np.append(starts, len(line))))  # within the box
+    total = np.bincount(group, nbytes)[group]
+    replicas = np.array([len(ranks) for ranks in needs.holder_sets], np.int64)[holders]
+    # The cuts of all sets on one long line: those of set k in [k, k + 1].
+    cuts = [_cuts(shares.get(ranks, (1,) * len(ranks))) for ranks in needs.holder_sets]
+    edge = np.concatenate([k + cut[:-1] for k, cut in enumerate(cuts)])
+    first_edge = np.concatenate([[0], np.cumsum([len(cut) - 1 for cut in cuts])])
+
+    def server(place):
+        """The replica that serves a place in [0, 1) of the line of each need, counted over all sets."""
+        return np.searchsorted(edge, holders + np.clip(place, 0, 1 - 1e-9), "right") - 1
+
+    shared = (replicas > 1) & (total >= replicas * MIN_PART_BYTES)
+    turn = (before + nbytes / 2) / total + _fraction(src, boxes)
+    low = np.where(shared, server(before / total + 1e-12), server(turn % 1.0))
+    high = np.where(shared, server((before + nbytes) / total - 1e-12), low)
+    num_parts = high - low + 1
+    rows = np.repeat(np.arange(len(line)), num_parts)
+    part = np.arange(len(rows)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    replica = low[rows] + part
+    axis = _axis_to_cut(boxes.shape, num_parts)[rows]
+    extent = boxes.shape[rows, axis]
+    begin = ((edge[replica] - holders[rows]) * total[rows] - before[rows]) / nbytes[rows]
+    start = np.where(part == 0, 0, np.rint(np.clip(begin, 0, 1) * extent).astype(np.int64))
+    stop = np.append(start[1:], 0)
+    last = part == num_parts[rows] - 1
+    stop[last] = extent[last]
+    keep = stop > start
+    rows, axis, start, stop, replica = (column[keep] for column in (rows, axis, start, stop, replica))
+    offset, shape = boxes.offset[rows].copy(), boxes.shape[rows].copy()
+    every = np.arange(len(rows))
+    offset[every, axis] += start
+    shape[every, axis] = stop - start
+    piece = needs.pieces[needs.first_piece[group[rows]] + replica - first_edge[holders[rows]]]
+    return BoxTable(boxes.tensor[rows], offset, shape), line[rows], piece
+
+
+def _cuts(shares: tuple[int, ...]) -> np.ndarray:
+    """(1, 1, 2) -> [0, 0.25, 0.5, 1]."""
+    return np.concatenate([[0], np.cumsum(shares)]) / sum(shares)
 
 
 def minimum_bytes(src: World, dst: World, src_rows: np.ndarray, dst_rows: np.ndarray) -> np.ndarray:
@@ -151,65 +229,6 @@ def _first_of_equal(boxes: BoxTable) -> np.ndarray:
     return np.sort(np.unique(group_equal(boxes), return_index=True)[1])
 
 
-def _share_among_replicas(src, src_rows, main, boxes, dst_rank, nbytes):
-    """Choose for each copy the piece that it is taken from, cutting copies where the work is shared.
-
-    main: for each copy the main piece that holds it, as a position in `src_rows`. Returns (boxes, parent, src_piece, holders,
-    holder_sets): the copies after cutting, the row that each is a part of, the piece and the set of ranks that it came from.
-
-    The copies out of one box lie side by side on a line, by destination; the line is cut into as many equal parts as there
-    are replicas, in the order of ranks, so that ranks near to one another in number serve one another.
-    """
-    if not len(boxes):
-        return boxes, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), ()
-    group = group_equal(src.boxes[src_rows])
-    members = np.lexsort((src.rank[src_rows], group))  # positions in src_rows, group by group
-    first = np.searchsorted(group[members], np.arange(group.max() + 1))
-    # One replica a rank: a rank may hold a box twice.
-    again = np.zeros(len(members), bool)
-    again[1:] = (group[members[1:]] == group[members[:-1]]) & (src.rank[src_rows[members[1:]]] == src.rank[src_rows[members[:-1]]])
-    members = members[~again]
-    first = np.searchsorted(group[members], np.arange(len(first)))
-    count = np.diff(np.append(first, len(members)))
-
-    g = group[main]
-    order = np.lexsort((np.arange(len(boxes)), dst_rank, g))
-    g, boxes, nbytes = g[order], boxes[order], nbytes[order]
-    begins = np.ones(len(g), bool)
-    begins[1:] = g[1:] != g[:-1]
-    before = np.cumsum(nbytes) - nbytes
-    before = before - np.repeat(before[begins], np.diff(np.append(np.nonzero(begins)[0], len(g))))  # within the group
-    total = np.bincount(g, nbytes, len(count))[g]
-    replicas = count[g]
-    part = total / replicas
-
-    share = (replicas > 1) & (part >= MIN_PART_BYTES)
-    low = np.where(share, (before / part + 1e-9).astype(np.int64), 0)
-    high = np.where(share, np.ceil((before + nbytes) / part - 1e-9).astype(np.int64), 1)
-    rows = np.repeat(np.arange(len(g)), high - low)
-    k = np.arange(len(rows)) - np.repeat(np.cumsum(high - low) - (high - low), high - low)
-    axis = _axis_to_cut(boxes.shape, high - low)[rows]
-    extent = boxes.shape[rows, axis]
-
-    def bound(number):
-        fraction = np.clip(((low[rows] + number) * part[rows] - before[rows]) / nbytes[rows], 0, 1)
-        return np.where(share[rows], np.rint(fraction * extent).astype(np.int64), np.where(number > 0, extent, 0))
-
-    start, stop = bound(k), bound(k + 1)
-    keep = stop > start
-    rows, k, axis, start, stop = rows[keep], k[keep], axis[keep], start[keep], stop[keep]
-    offset, shape = boxes.offset[rows].copy(), boxes.shape[rows].copy()
-    cut = np.arange(len(rows))
-    offset[cut, axis] += start
-    shape[cut, axis] = stop - start
-    # Small boxes go to one replica each, in turns that spread well whichever of them are asked for.
-    turn = ((before[rows] + nbytes[rows] / 2) / part[rows] + _fraction(src, boxes[rows]) * replicas[rows]).astype(np.int64)
-    number = np.where(share[rows], low[rows] + k, turn) % replicas[rows]
-    src_piece = src_rows[members[first[g[rows]] + number]]
-    holders, holder_sets = _sets_of_ranks(src.rank[src_rows[members]], first, count, g[rows])
-    return BoxTable(boxes.tensor[rows], offset, shape), order[rows], src_piece, holders, holder_sets
-
-
 def _axis_to_cut(shape: np.ndarray, parts: np.ndarray) -> np.ndarray:
     """The outermost axis that is long enough to be cut evenly, else the longest: int64 [num_boxes]."""
     long = shape >= 8 * parts[:, None]
@@ -224,10 +243,9 @@ def _fraction(src: World, boxes: BoxTable) -> np.ndarray:
     return (mix % (1 << 30)) * _GOLDEN % 1.0
 
 
-def _sets_of_ranks(ranks, first, count, groups):
-    """(number of the set of ranks of each of `groups`, the sets)."""
-    sets: dict[tuple[int, ...], int] = {}
-    used, inverse = np.unique(groups, return_inverse=True)
-    numbers = np.array([sets.setdefault(tuple(ranks[first[g]:first[g] + count[g]].tolist()), len(sets))
-                        for g in used.tolist()], np.int64)
+def _sets_of_ranks(ranks: np.ndarray, first: np.ndarray, boxes: np.ndarray) -> tuple[np.ndarray, tuple[Holders, ...]]:
+    """(for each of `boxes` the number of the set of ranks that hold it, the sets)."""
+    sets: dict[Holders, int] = {}
+    used, inverse = np.unique(boxes, return_inverse=True)
+    numbers = np.array([sets.setdefault(tuple(ranks[first[k]:first[k + 1]].tolist()), len(sets)) for k in used.tolist()], np.int64)
     return numbers[inverse], tuple(sets)

@@ -1,10 +1,11 @@
 """From two worlds to the plan of a switch, for one rank or for all.
 
-In the order of `make_plan`:
+In this order, `draft_plan` up to what is needed, `finish_plan` from there on:
 
 1. In both worlds the main pieces cover every logical tensor exactly once (`World.assemble` sees to that).
 2. What a rank needs and holds already is copied locally; the rest comes from the ranks that hold it, each element once for
-   each rank that needs it, the work shared by replicas; new padding is zero (`copies`).
+   each rank that needs it; new padding is zero (`copies`). Replicas share the work so that the busiest rank sends as little
+   as can be (`balance`).
 3. Copies are packed into messages, and messages have one order in the whole job (`order`).
 4. The plan is checked (`Plan.check`): every destination element is written once, and moved bytes equal the minimum.
 """
@@ -18,7 +19,8 @@ import numpy as np
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
 from megatron_dynatrain.geometry import BoxTable, concatenate, overlaps
 from megatron_dynatrain.planning import order
-from megatron_dynatrain.planning.copies import Cells, find_copies, minimum_bytes
+from megatron_dynatrain.planning.balance import shares as balanced_shares
+from megatron_dynatrain.planning.copies import Cells, Holders, Needs, find_needs, minimum_bytes, share_among_replicas
 from megatron_dynatrain.planning.order import DEFAULT_STAGING_BYTES
 from megatron_dynatrain.space import LogicalTensor, World, whole_tensors
 
@@ -34,7 +36,8 @@ class Plan:
     batch: int64, non-decreasing: memory is taken and given back by batches.
     message: int64; copies with the same number travel together, ascending in the order of the job; -1 for a local copy.
     is_direct: bool, whether the copy is contiguous on both sides and travels without being packed.
-    holders, holder_sets: for each copy between ranks, the set of ranks that could have sent it.
+    demand: {ranks that hold something: bytes of it that others need}; of a rank's plan, that this rank needs.
+    shares: how sets of ranks share the sending, where not equally.
     zeros, zeros_dst_piece: boxes that the source does not have, and the rows of the destination world that they fill.
     minimum_bytes: what has to cross between ranks in any plan: what ranks need and do not hold.
     staging_bytes: the bound on scratch of a rank.
@@ -50,8 +53,8 @@ class Plan:
     batch: np.ndarray
     message: np.ndarray
     is_direct: np.ndarray
-    holders: np.ndarray
-    holder_sets: tuple[tuple[int, ...], ...]
+    demand: dict[Holders, int]
+    shares: dict[Holders, tuple[int, ...]]
     zeros: BoxTable
     zeros_dst_piece: np.ndarray
     dst_rows: np.ndarray
@@ -106,13 +109,6 @@ class Plan:
             return int(max(self.rank_bytes(side)[self.rank] for side in ("src", "dst")))
         return int(max(self.rank_bytes(side).max(initial=0) for side in ("src", "dst")))
 
-    @cached_property
-    def demand(self) -> dict[tuple[int, ...], int]:
-        """{ranks that hold something: bytes of it that others need}; of a rank's plan, that this rank needs."""
-        rows = self.crosses & (self.rank is None or self.dst_rank == self.rank)
-        sums = np.bincount(self.holders[rows], self.nbytes[rows], len(self.holder_sets)).astype(np.int64)
-        return {holders: int(total) for holders, total in zip(self.holder_sets, sums.tolist(), strict=True) if total}
-
     def addresses(self, side: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where copies lie on one side ('src' or 'dst'): (storage [n], start [n], stride [n, num_axes]), in elements."""
         world, piece = (self.src, self.src_piece) if side == "src" else (self.dst, self.dst_piece)
@@ -160,21 +156,10 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of what the plan follows from, and so of the plan: the two worlds and the budget. Equal on every rank."""
+        """A hash of what the plan follows from, and so of the plan: equal on every rank."""
         state = hashlib.blake2b(digest_size=16)
-        state.update(f"{self.src.digest} {self.dst.digest} {self.staging_bytes}".encode())
+        state.update(f"{self.src.digest} {self.dst.digest} {self.staging_bytes} {sorted(self.shares.items())}".encode())
         return state.hexdigest()
-
-    def of_rank(self, rank: int) -> "Plan":
-        """The part of `rank`: what `make_plan` returns for it, but for the numbers of messages."""
-        rows = np.nonzero((self.src_rank == rank) | (self.dst_rank == rank))[0]
-        zeros = np.nonzero(self.dst.rank[self.zeros_dst_piece] == rank)[0]
-        dst_rows = self.dst_rows[self.dst.rank[self.dst_rows] == rank]
-        received = rows[self.crosses[rows] & (self.dst_rank[rows] == rank)]
-        return Plan(self.src, self.dst, rank, self.tensors, self.boxes[rows], self.src_piece[rows], self.dst_piece[rows],
-                    self.batch[rows], self.message[rows], self.is_direct[rows], self.holders[rows], self.holder_sets,
-                    self.zeros[zeros], self.zeros_dst_piece[zeros], dst_rows, int(self.nbytes[received].sum()),
-                    self.staging_bytes)
 
     def check(self) -> None:
         """Raise SpaceError unless every destination element is written exactly once and nothing moves needlessly."""
@@ -201,9 +186,24 @@ def _addresses(world: World, piece: np.ndarray, offset: np.ndarray) -> tuple[np.
     return world.storage[piece], world.start[piece] + ((offset - world.boxes.offset[piece]) * stride).sum(axis=1), stride
 
 
-def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES, rank: int | None = None,
-              cells: Cells | None = None) -> Plan:
-    """The checked plan from `src` to `dst`, of all ranks or of one; a pure function, equal wherever it is given equal worlds.
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A plan but for who sends what replicas hold. `demand` of all ranks decides on that (`balance.shares`)."""
+
+    src: World
+    dst: World
+    rank: int | None
+    tensors: tuple[LogicalTensor, ...]
+    needs: Needs
+    dst_rows: np.ndarray
+    demand: dict[Holders, int]
+    minimum_bytes: int
+    staging_bytes: int
+
+
+def draft_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES, rank: int | None = None,
+               cells: Cells | None = None) -> Draft:
+    """What ranks need from one another, for all ranks or for one.
 
     cells: `Cells(src, dst)`, if it is there already. Raises LayoutRefused where the destination needs what the source does not
     have. Ranks of the two worlds share one numbering; the sets may differ.
@@ -213,22 +213,42 @@ def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES
         raise SpaceError(f"the layouts describe tensors of {src.boxes.offset.shape[1]} and {dst.boxes.offset.shape[1]} axes")
     cells = cells or Cells(src, dst)
     src_rows, dst_rows = cells.rows(cells.all() if rank is None else cells.of_rank(rank))
-    found = find_copies(src, dst, src_rows, dst_rows)
-
-    itemsize = np.array([t.itemsize for t in tensors], np.int64)
-    own = np.arange(len(found.boxes)) if rank is None else np.nonzero(
-        (src.rank[found.src_piece] == rank) | (dst.rank[found.dst_piece] == rank))[0]
+    needs = find_needs(src, dst, src_rows, dst_rows)
     own_rows = dst_rows if rank is None else dst_rows[dst.rank[dst_rows] == rank]
-    zeros = np.arange(len(found.zeros)) if rank is None else np.nonzero(dst.rank[found.zeros_dst_piece] == rank)[0]
-    boxes, parent = split_copies(src, dst, found, own, itemsize, staging_bytes)
-    src_piece, dst_piece, holders = found.src_piece[parent], found.dst_piece[parent], found.holders[parent]
+    own = np.ones(len(needs.boxes), bool) if rank is None else dst.rank[needs.dst_piece] == rank
+    return Draft(src, dst, rank, tensors, needs, own_rows, needs.demand(own),
+                 int(minimum_bytes(src, dst, src_rows, own_rows).sum()), staging_bytes)
+
+
+def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES) -> Plan:
+    """The checked plan of all ranks from `src` to `dst`; a pure function. Raises what `draft_plan` raises."""
+    draft = draft_plan(src, dst, staging_bytes)
+    return finish_plan(draft, balanced_shares(draft.demand))
+
+
+def finish_plan(draft: Draft, shares: dict[Holders, tuple[int, ...]]) -> Plan:
+    """The checked plan of a draft. shares: the same for all ranks of a job."""
+    src, dst, rank, tensors, staging_bytes = draft.src, draft.dst, draft.rank, draft.tensors, draft.staging_bytes
+    needs = draft.needs
+    itemsize = np.array([t.itemsize for t in tensors], np.int64)
+    remote, need, remote_src = share_among_replicas(src, dst, needs, shares)
+    remote_dst = needs.dst_piece[need]
+    if rank is not None:
+        own = (src.rank[remote_src] == rank) | (dst.rank[remote_dst] == rank)
+        remote, remote_src, remote_dst = remote[own], remote_src[own], remote_dst[own]
+    remote, parent = order.split_large(remote, itemsize[remote.tensor], order.piece_limit(staging_bytes))
+    held = np.arange(len(needs.held)) if rank is None else np.nonzero(dst.rank[needs.held_dst] == rank)[0]
+    zeros = np.arange(len(needs.zeros)) if rank is None else np.nonzero(dst.rank[needs.zeros_dst_piece] == rank)[0]
+    boxes = concatenate([needs.held[held], remote])
+    src_piece = np.concatenate([needs.held_src[held], remote_src[parent]])
+    dst_piece = np.concatenate([needs.held_dst[held], remote_dst[parent]])
 
     num_ranks = max(len(src.ranks), len(dst.ranks))
     batch = order.batches(tensors, boxes, num_ranks, staging_bytes)
     src_rank, dst_rank = src.rank[src_piece], dst.rank[dst_piece]
     size = itemsize[boxes.tensor]
     nbytes = boxes.volume * size
-    direct = (holders >= 0) & (nbytes >= order.DIRECT_BYTES) & _contiguous(src, src_piece, boxes) & _contiguous(dst, dst_piece, boxes)
+    direct = (src_rank != dst_rank) & (nbytes >= order.DIRECT_BYTES) & _contiguous(src, src_piece, boxes) & _contiguous(dst, dst_piece, boxes)
     # Within a message wide elements come first, so that every piece in it is aligned.
     columns = np.column_stack([boxes.tensor, boxes.offset])
     by_pair = np.lexsort((*columns.T[::-1], -size, direct, dst_rank, src_rank, batch))
@@ -243,18 +263,10 @@ def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES
     message = np.where(src_rank[in_order] == dst_rank[in_order], -1, np.append(0, message)[:len(key)])
 
     plan = Plan(src, dst, rank, tensors, boxes[in_order], src_piece[in_order], dst_piece[in_order], batch[in_order], message,
-                direct[in_order], holders[in_order], found.holder_sets, found.zeros[zeros], found.zeros_dst_piece[zeros],
-                own_rows, int(minimum_bytes(src, dst, src_rows, own_rows).sum()), staging_bytes)
+                direct[in_order], draft.demand, shares, needs.zeros[zeros], needs.zeros_dst_piece[zeros], draft.dst_rows,
+                draft.minimum_bytes, staging_bytes)
     plan.check()
     return plan
-
-
-def split_copies(src: World, dst: World, found, own: np.ndarray, itemsize: np.ndarray, staging_bytes: int):
-    """(boxes, row of `found` of each): the copies `own`, those between ranks cut to what a message takes."""
-    local = own[found.holders[own] < 0]
-    remote = own[found.holders[own] >= 0]
-    parts, parent = order.split_large(found.boxes[remote], itemsize[found.boxes.tensor[remote]], order.piece_limit(staging_bytes))
-    return concatenate([found.boxes[local], parts]), np.concatenate([local, remote[parent]])
 
 
 def _contiguous(world: World, piece: np.ndarray, boxes: BoxTable) -> np.ndarray:

@@ -37,24 +37,28 @@ class Part:
     local: int
     num_windows: int
     num_copies: int
-    demand: dict[tuple[int, ...], int]
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> "Part":
-        """Of a plan of `rank`, or of the part of `rank` in a plan of all."""
-        plan = plan if plan.rank == rank else plan.of_rank(rank)
-        return cls(rank, int(plan.rank_bytes("src")[rank]), plan.moved_bytes, plan.minimum_bytes, plan.local_bytes,
-                   plan.num_windows, int((plan.dst_rank == rank).sum()), plan.demand)
+    def of(cls, plan: Plan) -> "Part":
+        """Of the plan of one rank."""
+        sent, received = (int(plan.rank_bytes(side)[plan.rank]) for side in ("src", "dst"))
+        return cls(plan.rank, sent, received, plan.minimum_bytes, plan.local_bytes, plan.num_windows,
+                   int((plan.dst_rank == plan.rank).sum()))
 
 
-def total(parts: list[Part]) -> Totals:
-    """The totals of all ranks of both worlds."""
+def summed(demands: list[dict[tuple[int, ...], int]]) -> dict[tuple[int, ...], int]:
+    """The demand of all ranks from those of single ones."""
     demand: dict[tuple[int, ...], int] = {}
-    received = np.zeros(1 + max(part.rank for part in parts), np.int64)
-    for part in parts:
-        received[part.rank] = part.received
-        for holders, nbytes in part.demand.items():
+    for part in demands:
+        for holders, nbytes in part.items():
             demand[holders] = demand.get(holders, 0) + nbytes
+    return demand
+
+
+def total(parts: list[Part], demand: dict[tuple[int, ...], int]) -> Totals:
+    """The totals of all ranks of both worlds. demand: that of all ranks."""
+    received = np.zeros(1 + max(part.rank for part in parts), np.int64)
+    received[[part.rank for part in parts]] = [part.received for part in parts]
     return Totals(sum(p.received for p in parts), sum(p.minimum for p in parts), sum(p.local for p in parts),
                   max(max(p.sent, p.received) for p in parts), balanced_max_rank_bytes(demand, received),
                   max(p.num_windows for p in parts), sum(p.num_copies for p in parts))
