@@ -191,6 +191,7 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
     if verified.get("loaded_differs"):
         raise BenchFailed(f"the state that Megatron loaded differs from the switched one: {verified['loaded_differs']}")
     save, load = (verified[name][warm] if name in verified else None for name in ("save_seconds", "load_seconds"))
+    saves_first = save is not None and (verified["visit"]["src"], verified["visit"]["dst"]) == case.pairs[0]
     return {
         "model": case.model, "num_params": verified["num_params"],
         "src": _sizes(chosen["from_sizes"]), "dst": _sizes(chosen["to_sizes"]), "warm": warm,
@@ -204,7 +205,7 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
         "all_stall_seconds": [visit["stall_seconds"] for visit in timed],
         "all_transfer_seconds": [visit["transfer_seconds"] for visit in timed], "all_raw_exchange_seconds": raw,
         "all_resident_bytes": [visit.get("resident_bytes") for visit in timed],  # of the largest process, after each switch
-        "first_checkpoint_seconds": verified["save_seconds"][0] + verified["load_seconds"][0] if save is not None else None,
+        "first_checkpoint_seconds": verified["save_seconds"][0] + verified["load_seconds"][0] if saves_first else None,
         "checkpoint_save_seconds": save, "checkpoint_load_seconds": load,
         "refit_seconds": verified.get("refit_seconds"), "refit_plan_seconds": verified.get("refit_plan_seconds"),
         "left_out": {"refit": verified["refit_error"]} if "refit_error" in verified else {},

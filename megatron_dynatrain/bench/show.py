@@ -126,6 +126,7 @@ def plot(records: list[dict], path: str) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     rows = [record for record in records if record["warm"]] or records
     names = phase_names(rows)
@@ -156,6 +157,9 @@ def plot(records: list[dict], path: str) -> None:
         longest = max(record[name] or 0 for name, *_ in OTHER_WAYS)
         right.plot([record["raw_exchange_seconds"], longest], [place, place], color="0.85", linewidth=1, zorder=1)
     right.set_xscale("log")
+    right.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    right.xaxis.set_major_formatter("{x:g}")
+    right.xaxis.set_minor_formatter(ticker.NullFormatter())
     right.grid(axis="x", color="0.92")
     right.set_xlabel("seconds")
     right.set_title("the same change in other ways")
