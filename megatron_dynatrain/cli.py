@@ -1,17 +1,31 @@
 """The command line: `python -m megatron_dynatrain <command>`. (Jobs start through `megatron_dynatrain.launch`.)
 
     check      print the support matrix: what can be switched, what is refused and why
+    plan       plan a switch on a cluster of any size, without one
 """
 
 import argparse
+import sys
 
 
 def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(prog="python -m megatron_dynatrain", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="print what can be switched, and what is refused and why").set_defaults(run=check)
-    flags = parser.parse_args(arguments)
-    flags.run(flags)
+    _add_plan(commands)
+    flags = parser.parse_args(arguments[:at])
+    flags.script = arguments[at + 1:]
+    sys.exit(flags.run(flags))
+
+
+def _add_plan(commands) -> None:
+    from megatron_dynatrain.planner import command
+
+    parser = commands.add_parser("plan", help=command.HELP, allow_abbrev=False)
+    command.add_flags(parser)
+    parser.set_defaults(run=command.run)
 
 
 def check(flags: argparse.Namespace) -> None:
