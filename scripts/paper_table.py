@@ -1,4 +1,4 @@
-"""The table of README.md, section "Against the paper": planned bytes and lower bounds on the paper's cluster. Computed, not measured.
+"""The table of README.md, section "Against the paper": planned bytes and lower bounds on its cluster. Computed, not measured.
 
     python scripts/paper_table.py [--only NAME] [--jobs N] [--cache FOLDER]
 
@@ -68,19 +68,21 @@ def rows_of(case: Case, jobs: int, cache: Path | None):
     for name in list(layouts)[1:]:
         found = forecast(described[LAUNCH], described[name], CLUSTER, DEFAULT_STAGING_BYTES)
         plan = found.plan
-        yield (f"| {case.title} | {case.world_size} | {name_of(case.launch, case.world_size)} → {name} | {in_bytes(plan.moved_bytes)} "
-               f"| {in_bytes(plan.max_rank_bytes)} | {in_bytes(int(found.peak_bytes.max()))} | {in_seconds(found.bound_seconds)} "
-               f"| {in_seconds(found.estimate_seconds)} | {case.paper or '—'} |")
+        cells = (case.title, case.world_size, f"{name_of(case.launch, case.world_size)} → {name}", in_bytes(plan.moved_bytes),
+                 in_bytes(plan.max_rank_bytes), in_bytes(int(found.peak_bytes.max())), in_seconds(found.bound_seconds),
+                 in_seconds(found.estimate_seconds), case.paper or "—")
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAME", help="of the models, those whose file name holds this")
+    parser.add_argument("--only", metavar="NAME", help="only models whose file name has this in it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that describe")
-    parser.add_argument("--cache", type=Path, default=survey.default_cache(), metavar="FOLDER", help="where descriptions are kept")
+    parser.add_argument("--cache", type=Path, default=survey.default_cache(), metavar="FOLDER",
+                        help="where descriptions are kept")
     flags = parser.parse_args()
-    print("| model | GPUs | switch | moved (= minimum) | busiest rank | peak per GPU | lower bound, computed | estimate, computed "
-          "| the paper, measured |\n|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| model | GPUs | switch | moved (= minimum) | busiest rank | peak per GPU | lower bound, computed | estimate, "
+          "computed | the paper, measured |\n|---|---|---|---|---|---|---|---|---|", flush=True)
     for case in CASES:
         if not flags.only or flags.only in case.model:
             for row in rows_of(case, flags.jobs, flags.cache):

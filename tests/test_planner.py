@@ -69,12 +69,12 @@ def test_model_files_have_the_published_number_of_parameters(jobs, tmp_path, nam
 def test_arguments_become_the_words_of_a_command_line(jobs, tmp_path):
     cases = [{"num_layers": 4, "swiglu": True, "add_bias_linear": False, "moe_layer_freq": "[0,1]"},
              {"swiglu": False, "kv_channels": None, "optimizer": "adam"},
-             {"num_layer": 4}, {"num_layers": "four"}, {"position_embedding_type": "ropes"}, {"num_layers": True}, {"swiglu": 3}]
+             {"num_layer": 4}, {"num_layers": "four"}, {"position_embedding_type": "ropes"},
+             {"num_layers": True}, {"swiglu": 3}]
     *fine, unknown, kind, choice, boolean, number = jobs.run(tmp_path, 1, probe="plannerprobe:words",
                                                              cases=cases).assert_ok().records("words")
     assert fine == [["--num-layers", "4", "--swiglu", "--disable-bias-linear", "--moe-layer-freq", "[0,1]"], []]
-    assert unknown == ("--model m.yaml: unknown key 'num_layer'; did you mean 'num_layers'?; the keys are Megatron's argument "
-                       "names")
+    assert unknown.startswith("--model m.yaml: unknown key 'num_layer'; did you mean 'num_layers'?; the keys are Megatron's ")
     assert kind == "--model m.yaml: `num_layers`: Megatron expects a whole number, got 'four'"
     assert choice.startswith("--model m.yaml: `position_embedding_type`: Megatron expects one of learned_absolute, rope, ")
     assert boolean == "--model m.yaml: `num_layers`: Megatron expects a value, got True"
@@ -86,8 +86,9 @@ def test_arguments_become_the_words_of_a_command_line(jobs, tmp_path):
 
 def test_layouts_are_read_as_in_the_configuration():
     assert parse_layout("", "--to") == Layout()
-    assert parse_layout("tensor_model_parallel_size=4, sequence_parallel=true,expert_tensor_parallel_size=null", "--to") == Layout(
-        tensor_model_parallel_size=4, sequence_parallel=True, expert_tensor_parallel_size=None)
+    text = "tensor_model_parallel_size=4, sequence_parallel=true,expert_tensor_parallel_size=null"
+    assert parse_layout(text, "--to") == Layout(tensor_model_parallel_size=4, sequence_parallel=True,
+                                                expert_tensor_parallel_size=None)
     assert parse_layout("pipeline_model_parallel_layout=Et*3|t,t|L,tensor_model_parallel_size=2", "--to") == Layout(
         pipeline_model_parallel_layout="Et*3|t,t|L", tensor_model_parallel_size=2)
 
@@ -161,7 +162,8 @@ def test_the_bound_is_the_busiest_link(before, after, seconds, by):
     plan = make_plan(rows_on(before), rows_on(after))
     assert cluster.bound(plan) == (pytest.approx(seconds), by)
     # One window of half a second, its links, and packing: at most three rows are read and written.
-    assert cluster.estimate(plan) == pytest.approx(seconds + 0.5 * bool(seconds) + 2 * (6 << 20) / 1e12, abs=2 * (6 << 20) / 1e12)
+    packing = 2 * (6 << 20) / 1e12
+    assert cluster.estimate(plan) == pytest.approx(seconds + 0.5 * bool(seconds) + packing, abs=packing)
 
 
 # The command.
@@ -183,8 +185,8 @@ def test_help_names_every_flag_and_loads_nothing():
     from megatron_dynatrain.cli import main
 
     text = plan("--help").stdout
-    for flag in ("--model", "--from", "--to", "--world-size", "--link-gbps", "--nvlink-gbs", "--gpus-per-node", "--gpu-memory-gb",
-                 "--json", "--plot", "--no-cache"):
+    for flag in ("--model", "--from", "--to", "--world-size", "--link-gbps", "--nvlink-gbs", "--gpus-per-node",
+                 "--gpu-memory-gb", "--json", "--plot", "--no-cache"):
         assert flag in text
     with pytest.raises(SystemExit) as caught:
         main(["plan", "--to", "micro_batch_size=1", "--world-size", "0"])
@@ -195,7 +197,8 @@ def test_bytes_counted_by_hand(tmp_path):
     """TP 2 to TP 1 on two ranks without the distributed optimizer: each needs the half that the other has of everything that
     TP cuts, as weight (2 bytes), master and two moments (12)."""
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    flags = ("--model", tmp_path / "small.yaml", "--world-size", 2, "--cache", tmp_path / "cache", "--json", tmp_path / "plan.json")
+    flags = ("--model", tmp_path / "small.yaml", "--world-size", 2, "--cache", tmp_path / "cache", "--json",
+             tmp_path / "plan.json")
     shown = plan(*flags, "--from", "tensor_model_parallel_size=2", "--to", "tensor_model_parallel_size=1", "--plot",
                  tmp_path / "plots", "--gpu-memory-gb", "0.001").stdout
     found = json.loads((tmp_path / "plan.json").read_text())
@@ -208,7 +211,8 @@ def test_bytes_counted_by_hand(tmp_path):
     assert found["state_bytes_before"]["max"] == 14 * (cut // 2 + norms)
     assert found["state_bytes_after"]["max"] == 14 * (cut + norms)
     assert found["bound_seconds"] == pytest.approx(14 * cut / 2 / 400e9) and found["estimate_seconds"] > found["bound_seconds"]
-    assert found["world_size"] == 2 and found["describe_seconds"] > 0 and found["by_field"]["weight"]["moved_bytes"] == 2 * cut
+    assert found["by_field"]["weight"]["moved_bytes"] == 2 * cut
+    assert found["world_size"] == 2 and found["describe_seconds"] > 0
     assert found["fits_in_memory"] is False and "does not fit: 2 ranks" in shown
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"traffic.png", "ranks.png", "tensor.png", "layers.png"}
     refused = plan(*flags, "--from", "tensor_model_parallel_size=2", "--to", "tensor_model_parallel_size=3", code=2)
@@ -235,7 +239,8 @@ def test_the_plan_is_that_of_the_live_job(jobs, tmp_path, kind):
         merged = {**MODEL, **TRAINING, **CPU, "mock-data": True, **arguments, **flags}
         plan(*common, "--", ROOT / "scripts" / "pretrain_gpt.py", *words_of(merged))
     else:
-        model = {name.replace("-", "_"): value for name, value in {**MODEL, **arguments}.items() if name != "disable-bias-linear"}
+        model = {name.replace("-", "_"): value for name, value in {**MODEL, **arguments}.items()}
+        del model["disable_bias_linear"]
         model.update(add_bias_linear=False, vocab_size=257, make_vocab_size_divisible_by=80, use_distributed_optimizer=True,
                      micro_batch_size=1, global_batch_size=4)
         (tmp_path / "moe.yaml").write_text(yaml.safe_dump(model))

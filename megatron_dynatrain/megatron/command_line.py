@@ -10,7 +10,8 @@ from megatron_dynatrain.errors import ConfigError
 from megatron_dynatrain.layout import nearest
 
 # What does not change a description, where a model file leaves it out: no data, no tokenizer, no steps.
-PLAIN = {"mock_data": True, "tokenizer_type": "NullTokenizer", "train_iters": 1, "lr": 1e-4, "eval_iters": 1, "eval_interval": 1}
+PLAIN = {"mock_data": True, "tokenizer_type": "NullTokenizer", "train_iters": 1, "lr": 1e-4, "eval_iters": 1,
+         "eval_interval": 1}
 # Megatron's layers in plain torch: their tensors have the same names and shapes as those of Transformer Engine.
 LOCAL = {"transformer_impl": "local", "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
          "bias_swiglu_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False, "no_persist_layer_norm": True,

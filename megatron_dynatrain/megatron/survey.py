@@ -2,14 +2,13 @@
 
     python -m megatron_dynatrain.megatron.survey <folder> <number of this process> <how many processes>
 
-The folder holds `task.json` (see `planner.survey`); `<number>.<layout>.npz` and `<number>.json` are written into it. What is
-wrong with the job or with a layout is written down as well, for the process that asked.
+The folder holds `task.json` (see `planner.survey`); `<number>.<which layout>.npz` and `<number>.json` are written into it. What
+is wrong with the job or with a layout is written down as well, for the process that asked.
 """
 
 import json
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -20,14 +19,12 @@ from megatron_dynatrain.layout import Layout
 
 def main(folder: Path, number: int, count: int) -> None:
     task = json.loads((folder / "task.json").read_text())
-    answer = {"seconds": {}, "padded_vocab_size": None, "refused": None}
+    answer = {"refused": None}
     try:
         job = _job(task)
-        answer["padded_vocab_size"] = job.args.padded_vocab_size
-        for name, sizes in task["layouts"].items():
-            started = time.perf_counter()
-            archive.write(folder / f"{number}.{name}.npz", *_describe(job, name, Layout(**sizes), task["world_size"], number, count))
-            answer["seconds"][name] = time.perf_counter() - started
+        for i, (name, sizes) in enumerate(task["layouts"].items()):
+            described = _describe(job, name, Layout(**sizes), task["world_size"], number, count)
+            archive.write(folder / f"{number}.{i}.npz", *described)
     except DynaTrainError as error:
         answer["refused"] = {"kind": type(error).__name__, "reason": str(error)}
     except SystemExit:

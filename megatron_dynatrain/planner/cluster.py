@@ -52,8 +52,9 @@ class Cluster:
         for _, _, seconds in self._busy(plan, plan.window):
             busy[: seconds.shape[0]] = np.maximum(busy[: seconds.shape[0]], seconds.max(axis=1, initial=0.0))
         size = _num_ranks(plan)
-        touched = (np.bincount(plan.src_rank, plan.nbytes, size) + np.bincount(plan.dst_rank[crosses], plan.nbytes[crosses], size))
-        return float(busy.sum() + plan.num_windows * self.window_seconds + 2 * touched.max(initial=0) / self.gpu_memory_speed)
+        touched = (np.bincount(plan.src_rank, plan.nbytes, size)
+                   + np.bincount(plan.dst_rank[crosses], plan.nbytes[crosses], size)).max(initial=0)
+        return float(busy.sum() + plan.num_windows * self.window_seconds + 2 * touched / self.gpu_memory_speed)
 
     def _busy(self, plan: Plan, window: np.ndarray):
         """(kind of link, direction, seconds [num_windows, num_links]) of every kind of link and direction, for copies that are

@@ -31,21 +31,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of the command. Words after `--` are put into `script` by `cli`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     what = parser.add_argument_group("what is planned")
-    what.add_argument("--model", metavar="FILE", help="YAML with Megatron's argument names (see configs/models); without it, give "
-                      "the script of a job and its arguments after --")
-    what.add_argument("--from", dest="src", metavar="LAYOUT", help="the layout before: with --model that of the launch; with a script "
-                      "a change of its layout, which is the default")
-    what.add_argument("--to", dest="dst", metavar="LAYOUT", required=True, help="the layout after; what it leaves out stays as in "
-                      "the launch")
+    what.add_argument("--model", metavar="FILE", help="YAML with Megatron's argument names (see configs/models); without it, "
+                      "give the script of a job and its arguments after --")
+    what.add_argument("--from", dest="src", metavar="LAYOUT", help="the layout before: with --model that of the launch, with a "
+                      "script a change of the launch's, which is the default")
+    what.add_argument("--to", dest="dst", metavar="LAYOUT", required=True, help="the layout after; what it leaves out stays "
+                      "as in the launch")
     what.add_argument("--world-size", type=_positive, required=True, metavar="N", help="number of ranks")
-    what.add_argument("--staging-bytes", type=_positive, default=DEFAULT_STAGING_BYTES, metavar="N", help="as transfer.staging_bytes "
-                      "in the job's configuration: what a rank packs for sending, and for receiving, at a time (%(default)s)")
+    what.add_argument("--staging-bytes", type=_positive, default=DEFAULT_STAGING_BYTES, metavar="N", help="what a rank packs "
+                      "for sending, and for receiving, at a time: transfer.staging_bytes of the job's configuration (%(default)s)")
     links = parser.add_argument_group("the cluster")
     links.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="neighbouring ranks that share a node "
                        "(%(default)s)")
-    links.add_argument("--link-gbps", type=_speed, default=200.0, metavar="X", help="network across nodes in Gb/s for each GPU, in "
-                       "each direction; a node has N times as much, and its GPUs share it (%(default)s)")
-    links.add_argument("--nvlink-gbs", type=_speed, default=400.0, metavar="X", help="inside a node in GB/s for each GPU, in each "
+    links.add_argument("--link-gbps", type=_speed, default=200.0, metavar="X", help="network across nodes in Gb/s for each GPU "
+                       "and direction; a node has gpus-per-node times as much, which its GPUs share (%(default)s)")
+    links.add_argument("--nvlink-gbs", type=_speed, default=400.0, metavar="X", help="inside a node in GB/s for each GPU and "
                        "direction (%(default)s)")
     links.add_argument("--gpu-memory-gb", type=_speed, default=80.0, metavar="X", help="memory of a GPU in GB (%(default)s)")
     links.add_argument("--gpu-memory-gbs", type=_speed, default=1500.0, metavar="X", help="GB/s at which pieces are packed and "
@@ -56,8 +56,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", metavar="FILE", help="write the numbers")
     out.add_argument("--plot", metavar="FOLDER", nargs="?", const="plots", help="draw pictures (into %(const)s)")
     how = parser.add_argument_group("how")
-    how.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes that describe, about 1 GB "
-                     "each (%(default)s)")
+    how.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes that describe ranks, "
+                     "about 1 GB each (%(default)s)")
     how.add_argument("--cache", metavar="FOLDER", help="where descriptions are kept (~/.cache/megatron_dynatrain/worlds)")
     how.add_argument("--no-cache", action="store_true", help="describe anew and keep nothing")
 
@@ -79,7 +79,7 @@ def _speed(text: str) -> float:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Plan and print; the exit code: 0, or 2 for what is refused and what is asked wrongly."""
+    """Plan and print; returns the exit code: 0, or 2 for what is refused and what is asked wrongly."""
     from rich.console import Console
 
     from megatron_dynatrain.planner import show
@@ -90,7 +90,8 @@ def run(flags: argparse.Namespace) -> int:
     except DynaTrainError as error:
         show.refusal(str(error), console) if isinstance(error, LayoutRefused) else print(error, file=sys.stderr)
         if flags.json:
-            _write(flags.json, {"world_size": flags.world_size, "refused": {"kind": type(error).__name__, "reason": str(error)}})
+            refused = {"kind": type(error).__name__, "reason": str(error)}
+            _write(flags.json, {"world_size": flags.world_size, "refused": refused})
         return 2
     show.show(found, src, dst, console)
     if flags.json:

@@ -60,7 +60,8 @@ class Forecast:
             "plan_hash": plan.digest, "bound_by": self.bound_by, "estimate_seconds": self.estimate_seconds,
             "num_copies": len(plan), "num_messages": self.num_messages, "stays_bytes": self.stays_bytes,
             "needed_bytes": self.needed_bytes,
-            "by_field": {name: dict(zip(("needed_bytes", "stays_bytes", "moved_bytes"), row)) for name, row in self.by_field.items()},
+            "by_field": {name: {"needed_bytes": needed, "stays_bytes": stays, "moved_bytes": moved}
+                         for name, (needed, stays, moved) in self.by_field.items()},
             "sent_bytes": spread(self.sent_bytes), "received_bytes": spread(self.received_bytes),
             "state_bytes_before": spread(self.src.state_bytes), "state_bytes_after": spread(self.dst.state_bytes),
             "fits_in_memory": not len(self.too_large), "refused": None}

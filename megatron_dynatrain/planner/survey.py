@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_dynatrain import archive, errors
 from megatron_dynatrain.errors import ConfigError
-from megatron_dynatrain.layout import Layout
+from megatron_dynatrain.layout import LAUNCH, Layout
 from megatron_dynatrain.space import Holdings, World
 
 _RANKS_PER_PROCESS = 64  # fewer are not worth the start of another process
@@ -56,20 +56,22 @@ class Survey:
     seconds: float
 
 
-def describe(job: Job, layouts: dict[str, Layout], world_size: int, num_processes: int, cache: Path | None) -> dict[str, Survey]:
+def describe(job: Job, layouts: dict[str, Layout], world_size: int, num_processes: int,
+             cache: Path | None) -> dict[str, Survey]:
     """Every layout of `layouts` in a world of `world_size` ranks, by name. 'launch' is the name of the launch's own layout.
 
     cache: the folder in which descriptions are kept, or None. Raises LayoutRefused and ConfigError as the job would.
     """
     with tempfile.TemporaryDirectory(prefix="dynatrain-") as scratch:
-        files = {name: (cache or Path(scratch)) / f"{_key(job, name, layout, world_size)}.npz" for name, layout in layouts.items()}
+        kept = cache or Path(scratch, "kept")
+        files = {name: kept / f"{_key(job, name, layout, world_size)}.npz" for name, layout in layouts.items()}
         missing = {name: layout for name, layout in layouts.items() if not files[name].exists()}
         started = time.perf_counter()
         if missing:
             num_processes = max(1, min(num_processes, -(-world_size // _RANKS_PER_PROCESS)))
             _run(job, missing, world_size, num_processes, Path(scratch))
-            for name in missing:
-                _merge([Path(scratch, f"{number}.{name}.npz") for number in range(num_processes)], files[name])
+            for i, name in enumerate(missing):
+                _merge([Path(scratch, f"{number}.{i}.npz") for number in range(num_processes)], files[name])
         seconds = (time.perf_counter() - started) / max(len(missing), 1)
         return {name: _survey(files[name], seconds if name in missing else 0.0) for name in layouts}
 
@@ -135,8 +137,8 @@ def _merge(parts: list[Path], path: Path) -> None:
 def _key(job: Job, name: str, layout: Layout, world_size: int) -> str:
     """A hash of what a description follows from."""
     script = [Path(word).read_text() if i == 0 else word for i, word in enumerate(job.script)]
-    facts = [job.model, job.launch.arguments(), script, layout.arguments(), world_size, _versions()]
-    return f"{name}-{hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()}"
+    facts = [job.model, job.launch.arguments(), script, name == LAUNCH, layout.arguments(), world_size, _versions()]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 @functools.cache
