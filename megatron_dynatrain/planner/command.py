@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                       "as in the launch")
     what.add_argument("--world-size", type=_positive, required=True, metavar="N", help="number of ranks")
     what.add_argument("--staging-bytes", type=_positive, default=DEFAULT_STAGING_BYTES, metavar="N", help="what a rank packs "
-                      "for sending, and for receiving, at a time: transfer.staging_bytes of the job's configuration (%(default)s)")
+                      "for sending, and for receiving, at a time: transfer.staging_bytes of a job (%(default)s)")
     links = parser.add_argument_group("the cluster")
     links.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="neighbouring ranks that share a node "
                        "(%(default)s)")

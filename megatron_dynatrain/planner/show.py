@@ -18,16 +18,16 @@ def show(found: Forecast, src: Layout, dst: Layout, console: Console) -> None:
     console.print(_switch(found))
     console.print(
         f"bound and estimate: {cluster.gpus_per_node} GPUs a node; {in_bytes(cluster.gpu_link)}/s of network for each GPU, "
-        f"{in_bytes(cluster.node_link)}/s for a node, shared; {in_bytes(cluster.nvlink)}/s for each GPU inside a node. The bound "
-        "is the busiest link at full speed. The estimate adds, window by window, the busiest link of each, "
+        f"{in_bytes(cluster.node_link)}/s for a node, shared; {in_bytes(cluster.nvlink)}/s for each GPU inside a node. "
+        "The bound is the busiest link at full speed. The estimate adds, window by window, the busiest link of each, "
         f"{cluster.window_seconds * 1e6:.0f} us to start it, and packing at {in_bytes(cluster.gpu_memory_speed)}/s; building "
         "the new model, groups and data is not in it. Computed, not measured.", style="dim")
     if len(found.too_large):
         ranks = found.too_large
         console.print(
-            f"does not fit: {len(ranks)} ranks (the first is {ranks[0]}) would hold up to {in_bytes(found.peak_bytes.max())} in "
-            f"the switch, without activations, and --gpu-memory-gb is {cluster.gpu_memory / 1e9:g}; choose layouts with less "
-            "state a rank, or smaller --staging-bytes", style="bold")
+            f"does not fit: {len(ranks)} ranks (the first is {ranks[0]}) would hold up to {in_bytes(found.peak_bytes.max())} "
+            f"in the switch, without activations, and --gpu-memory-gb is {cluster.gpu_memory / 1e9:g}; choose layouts with "
+            "less state a rank, or smaller --staging-bytes", style="bold")
 
 
 def refusal(reason: str, console: Console) -> None:
