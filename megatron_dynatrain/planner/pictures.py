@@ -8,7 +8,7 @@ import numpy as np
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.colors import LogNorm  # noqa: E402
+from matplotlib.colors import LogNorm, hsv_to_rgb  # noqa: E402
 
 from megatron_dynatrain.layout import Layout  # noqa: E402
 from megatron_dynatrain.planner.forecast import Forecast  # noqa: E402
@@ -118,17 +118,16 @@ def _draw_owners(axes, world: World, tensor: LogicalTensor) -> None:
     height, width = tensor.shape[-2:]
     mine = np.nonzero((world.boxes.tensor == number) & (world.boxes.offset[:, :lead] == 0).all(axis=1))[0]
     offset, shape = (table[mine, lead:lead + 2] for table in (world.boxes.offset, world.boxes.shape))
-    image = np.full((min(height, _PIXELS), min(width, _PIXELS)), np.nan)
-    per_pixel = np.array([height / image.shape[0], width / image.shape[1]])
+    image = np.ones((min(height, _PIXELS), min(width, _PIXELS), 3))
+    per_pixel = np.array([height, width]) / image.shape[:2]
     copies: dict[tuple, list[int]] = {}
     for i, row in enumerate(mine.tolist()):
         copies.setdefault((*offset[i].tolist(), *shape[i].tolist()), []).append(int(world.rank[row]))
     for (top, left, rows, columns), ranks in copies.items():
         low = np.floor(np.array([top, left]) / per_pixel).astype(int)
         high = np.maximum(np.ceil(np.array([top + rows, left + columns]) / per_pixel).astype(int), low + 1)
-        image[low[0]:high[0], low[1]:high[1]] = min(ranks)
-    axes.imshow(image, cmap="turbo", vmin=0, vmax=max(world.ranks.max(), 1), interpolation="nearest", aspect="auto",
-                extent=(0, width, height, 0))
+        image[low[0]:high[0], low[1]:high[1]] = _colour(min(ranks))
+    axes.imshow(image, interpolation="nearest", aspect="auto", extent=(0, width, height, 0))
     large = [item for item in copies.items() if item[0][2] * item[0][3] * _LABELS >= height * width]
     if len(large) <= _LABELS:
         for (top, left, rows, columns), ranks in large:
@@ -138,6 +137,11 @@ def _draw_owners(axes, world: World, tensor: LogicalTensor) -> None:
     axes.set_xlabel("column", fontsize=8)
     axes.set_ylabel("row", fontsize=8)
     axes.tick_params(labelsize=7)
+
+
+def _colour(rank: int) -> np.ndarray:
+    """A colour of its own for each rank, the same in all pictures, far from its neighbours': red, green, blue."""
+    return hsv_to_rgb((rank * 0.618034 % 1, 0.35 + 0.3 * (rank % 3) / 2, 0.95))
 
 
 def _layers(found: Forecast, titles):
