@@ -20,6 +20,7 @@ setup(
         # checkpoints and einops for several instances of the distributed optimizer, and does not ask for them.
         "megatron": ["torch==2.14.1", "megatron-core==0.19.2", "psutil", "einops"],
         "demo": ["matplotlib", "rich"],
+        "plan": ["matplotlib", "rich"],
         "test": ["pytest", "hypothesis", "tensorboard"],
     },
 )

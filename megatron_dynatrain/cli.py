@@ -1,23 +1,32 @@
 """The command line: `python -m megatron_dynatrain <command>`. (Jobs start through `megatron_dynatrain.launch`.)
 
     check      print the support matrix: what can be switched, what is refused and why
+    plan       plan a switch on a cluster of any size, without one
     bench      measure switches on this machine, beside what they could cost at best and what they replace
 """
 
 import argparse
+import sys
 
 from megatron_dynatrain.bench import command as bench
+from megatron_dynatrain.planner import command as planner
 
 
 def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(prog="python -m megatron_dynatrain", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="print what can be switched, and what is refused and why").set_defaults(run=check)
+    planning = commands.add_parser("plan", help=planner.HELP, allow_abbrev=False)
+    planner.add_flags(planning)
+    planning.set_defaults(run=planner.run)
     measuring = commands.add_parser("bench", help="measure switches on this machine", allow_abbrev=False)
     bench.add_flags(measuring)
     measuring.set_defaults(run=bench.run)
-    flags = parser.parse_args(arguments)
-    flags.run(flags)
+    flags = parser.parse_args(arguments[:at])
+    flags.script = arguments[at + 1:]
+    sys.exit(flags.run(flags))
 
 
 def check(flags: argparse.Namespace) -> None:

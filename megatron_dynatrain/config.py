@@ -74,20 +74,28 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|Tr
 
 def load(path: str) -> Config:
     """Read and check a configuration file. Raises ConfigError, which names the file, the place and what to write."""
+    return parse(read_text(path, f"--dynatrain-config {path}", " that every rank can read"), path)
+
+
+def read_text(path: str, source: str, where: str = "") -> str:
+    """The text of a YAML file. `source` names it in messages. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dynatrain-config {path}: the file cannot be read ({error}); give the path of a YAML file that "
-                          "every rank can read") from None
-    return parse(text, path)
+        raise ConfigError(f"{source}: the file cannot be read ({error}); give the path of a YAML file{where}") from None
+
+
+def read_yaml(text: str, source: str):
+    """The value that a YAML text stands for. `source` names it in messages. Raises ConfigError."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def parse(text: str, source: str = "<text>") -> Config:
     """Check the text of a configuration. `source` names it in messages. Raises ConfigError."""
-    try:
-        data = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--dynatrain-config {source}: not valid YAML: {' '.join(str(error).split())}") from None
+    data = read_yaml(text, f"--dynatrain-config {source}")
     path = "$"
     try:
         for name, layout in _layouts(data).items():  # one by one: only so does a message name the layout
@@ -119,11 +127,28 @@ def _layouts(data) -> dict:
     return layouts if isinstance(layouts, dict) else {}
 
 
-_STRUCTS = {"": _File, "dynatrain": Config, "transfer": TransferConfig, "schedule": ScheduledSwitch, "layouts": Layout}
+def parse_layout(text: str, flag: str) -> Layout:
+    """The layout that 'tensor_model_parallel_size=4,pipeline_model_parallel_size=8' stands for; values are YAML scalars.
+    `flag` names it in messages. Raises ConfigError."""
+    sizes = {}
+    for part in filter(None, map(str.strip, re.split(r",(?=\s*\w+\s*=)", text))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name in sizes:
+            raise ConfigError(f"{flag} {text!r}: {part!r} was given, but a layout is a list of different name=value, as in "
+                              "'tensor_model_parallel_size=4,pipeline_model_parallel_size=8'")
+        sizes[name] = read_yaml(value, f"{flag} {text!r}: `{name}`")
+    try:
+        return msgspec.convert(sizes, Layout)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"{flag} {text!r}: {_explained(str(error), '$', Layout)}") from None
 
 
-def _explained(message: str, base: str) -> str:
-    """msgspec's message about the value at `base`, with the path as a user writes it and the nearest known key."""
+_STRUCTS = {"dynatrain": Config, "transfer": TransferConfig, "schedule": ScheduledSwitch, "layouts": Layout}
+
+
+def _explained(message: str, base: str, top=_File) -> str:
+    """msgspec's message about the value at `base`, with the path as a user writes it and the nearest known key. `top` is what
+    the whole stands for."""
     match = re.fullmatch(r"(.*?)(?: - at `(.*)`)?", message, re.DOTALL)
     what, path = match[1], (base + (match[2] or "$").removeprefix("$")).removeprefix("$").removeprefix(".")
     unknown = re.search(r"unknown field `(.*)`", what)
@@ -131,7 +156,7 @@ def _explained(message: str, base: str) -> str:
     if not unknown:
         return f"{where}{what}"
     parts = [part for part in re.split(r"[.\[]", path) if part and not part.endswith("]")]
-    known = _STRUCTS[next((part for part in reversed(parts) if part in _STRUCTS), "")].__struct_fields__
+    known = next((_STRUCTS[part] for part in reversed(parts) if part in _STRUCTS), top).__struct_fields__
     hint = nearest(unknown[1], known)
     if unknown[1] == "data_parallel_size":
         hint = "; the data-parallel size follows from the other sizes and the number of ranks, as in Megatron"

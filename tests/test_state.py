@@ -84,3 +84,16 @@ def test_fifty_switches_leave_nothing_behind(jobs, tmp_path):
             for name in ("groups", "threads", "python_threads", "descriptors"):
                 assert later[name] == first[name], (rank, name)
             assert later["tensors"] <= first["tensors"] * 1.02 + 20, rank
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_models_with_experts_die_too(jobs, tmp_path, dispatcher):
+    """Their token dispatchers keep the graph of the last step, which keeps the model."""
+    experts = {"num-experts": 4, "moe-router-topk": 2, "moe-ffn-hidden-size": 32, "moe-token-dispatcher-type": dispatcher,
+               "train-iters": 4}
+    layouts = {f"ep{size}": {"expert_model_parallel_size": size} for size in (2, 4)}
+    result = jobs.run(tmp_path, 4, experts, {"layouts": layouts, "schedule": [
+        {"at_iteration": 1, "layout": "ep2"}, {"at_iteration": 2, "layout": "ep4"}, {"at_iteration": 3, "layout": "launch"}]},
+        probe="probes:count_resources").assert_ok()
+    assert len(result.events_of("switch")) == 3
+    assert all(record["dead"] for record in result.records("resources"))

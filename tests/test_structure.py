@@ -14,7 +14,9 @@ PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
         "space": ("errors", "geometry"),
         "layout": ("errors",),
         "planning": ("errors", "geometry", "space", "planning"),
-        "config": ("errors", "layout")}
+        "config": ("errors", "layout"),
+        "archive": ("geometry", "space"),
+        "planner": ("archive", "config", "errors", "layout", "planner", "planning", "report", "space")}
 WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
               "consensus": (),
               "device_map": (),
@@ -65,6 +67,7 @@ def test_the_rule_knows_every_module():
 @pytest.mark.parametrize("statement, absent", [
     ("import megatron_dynatrain; megatron_dynatrain.Layout", ("torch", "megatron")),
     ("import megatron_dynatrain.planning, megatron_dynatrain.config", ("torch", "megatron")),
+    ("import megatron_dynatrain.planner.command, megatron_dynatrain.planner.show", ("torch", "megatron")),
     ("import megatron_dynatrain.session, megatron_dynatrain.megatron.seams", ("megatron",)),
 ])
 def test_importing_loads_neither_torch_nor_megatron(statement, absent):

@@ -5,6 +5,8 @@ import dataclasses
 import inspect
 from argparse import Namespace
 
+import torch
+
 from megatron_dynatrain.megatron.arguments import transformer_config
 from megatron_dynatrain.megatron.describe import ensure_states, unwrap
 from megatron_dynatrain.megatron.quiet import quiet
@@ -99,7 +101,8 @@ def _same(a, b) -> bool:
 
 
 def release(model: list, optimizer) -> None:
-    """Cut the ties that would keep an old model alive: functions in its configuration, hooks, module caches."""
+    """Cut the ties that would keep an old model alive: functions in its configuration, hooks, module caches, and the graph of
+    the last forward pass, through which a model holds itself where the garbage collector cannot see it."""
     from megatron.core.utils import get_model_config
 
     for chunk in model:
@@ -109,6 +112,19 @@ def release(model: list, optimizer) -> None:
             setattr(config, name, None)
     for chunk in unwrap(model):
         for module in chunk.modules():
+            _let_go_of_graphs(module)
             clear = getattr(getattr(type(module), "forward", None), "cache_clear", None)
             if clear is not None:  # rotary embeddings cache their forward, and with it themselves
                 clear()
+
+
+def _let_go_of_graphs(holder, depth: int = 2) -> None:
+    """Drop results of a forward pass that a module, or an object of Megatron's that belongs to it, keeps as attributes (the
+    token dispatcher of a layer of experts keeps its probabilities)."""
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, torch.Tensor):
+            if value.grad_fn is not None:
+                setattr(holder, name, None)
+        elif depth and type(value).__module__.startswith("megatron.") and not isinstance(value, torch.nn.Module) and (
+                hasattr(value, "__dict__")):
+            _let_go_of_graphs(value, depth - 1)

@@ -67,12 +67,40 @@ class OwnedParam:
     optimizer: object  # the torch optimizer that holds the state of `main_param`
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LocatedTensor:
+    """A parameter or persistent buffer of the model, and the pieces of logical tensors that it consists of."""
+
+    name: str
+    tensor: torch.Tensor
+    pieces: tuple[LocalPiece, ...]
+
+
 def describe(model: list, optimizer) -> RankState:
     """The state of this rank. Not collective; `parallel_state` must be that of the layout in which both were built.
 
     model: the chunks that Megatron's training loop holds. optimizer: a MegatronOptimizer whose states exist (see
     `ensure_states`), or None. Raises SpaceError for a tensor that cannot be placed in the space.
     """
+    return describe_located(locate(model), leaf_optimizers(optimizer))
+
+
+def locate(model: list) -> list[LocatedTensor]:
+    """Where the tensors of all model chunks lie in the space. Raises SpaceError as `describe` does."""
+    located = []
+    for index, chunk in enumerate(unwrap(model)):
+        prefix = f"chunk{index}." if len(model) > 1 else ""
+        located += [LocatedTensor(prefix + name, tensor, pieces) for name, tensor, pieces in _model_tensors(chunk)]
+    return located
+
+
+def describe_located(located: list[LocatedTensor], optimizers: list) -> RankState:
+    """The state of a rank with these model tensors and these optimizers (see `leaf_optimizers`). Not collective."""
+    with torch._C.DisableTorchFunction():  # only shapes are read; a device map would look at every call
+        return _described(located, optimizers)
+
+
+def _described(located: list[LocatedTensor], optimizers: list) -> RankState:
     storages: list[Storage] = []
     tensors: list[torch.Tensor] = []
     pieces: list[Piece] = []
@@ -84,19 +112,18 @@ def describe(model: list, optimizer) -> RankState:
         tensors.append(tensor.detach().view(-1))
         return len(storages) - 1
 
-    for index, chunk in enumerate(unwrap(model)):
-        prefix = f"chunk{index}." if len(model) > 1 else ""
-        for name, tensor, local_pieces in _model_tensors(chunk):
-            number = add_storage(prefix + name, tensor)
-            by_param[id(tensor)], names[id(tensor)] = local_pieces, prefix + name
-            strides = row_major_strides(tuple(tensor.shape))
-            for local in local_pieces:
-                start = sum(o * s for o, s in zip(local.local_offset, strides, strict=True))
-                pieces.append(_piece(local, WEIGHT, tensor, Box(local.global_offset, _global_shape_of(local, local.shape)),
-                                     number, start, strides, not any(local.replica_id)))
+    for item in located:
+        tensor = item.tensor
+        number = add_storage(item.name, tensor)
+        by_param[id(tensor)], names[id(tensor)] = item.pieces, item.name
+        strides = row_major_strides(tuple(tensor.shape))
+        for local in item.pieces:
+            start = sum(o * s for o, s in zip(local.local_offset, strides, strict=True))
+            pieces.append(_piece(local, WEIGHT, tensor, Box(local.global_offset, _global_shape_of(local, local.shape)),
+                                 number, start, strides, not any(local.replica_id)))
 
     owned = []
-    for part in leaf_optimizers(optimizer):
+    for part in optimizers:
         instance = getattr(part, "distributed_optimizer_instance_id", 0)
         for param, main_param, interval, group in _owned_params(part):
             local_pieces, name = by_param[id(param)], names[id(param)]

@@ -1,5 +1,6 @@
 """The running Megatron job, as the controller sees it: what can be asked of it and done to it, one method a step."""
 
+import contextlib
 import copy
 import gc
 from argparse import Namespace
@@ -9,7 +10,7 @@ import torch
 
 from megatron_dynatrain.errors import DynaTrainError, LayoutRefused, reason
 from megatron_dynatrain.layout import Layout
-from megatron_dynatrain.megatron import carry, conversation, describe, rng
+from megatron_dynatrain.megatron import alike, carry, conversation, describe, rng
 from megatron_dynatrain.megatron.arguments import ArgumentBook, reconfigure_microbatches
 from megatron_dynatrain.megatron.build import Recipe, release
 from megatron_dynatrain.megatron.data import DataRecipe, shut_down
@@ -79,6 +80,36 @@ class MegatronJob:
 
     def describe_dry(self, name: str, rank: int, world_size: int) -> Holdings:
         """What `rank` of `world_size` would hold in a checked layout, without building it for real. Not collective."""
+        with self._dry(name, rank, world_size) as target:
+            return describe.describe(*self._build_dry(name, target)).holdings
+
+    def ranks_alike(self, name: str, world_size: int) -> list[list[int]]:
+        """All ranks of a checked layout, in lists of those that build the same model. Not collective."""
+        families = alike.Families()
+        with self._dry(name, 0, world_size, families.recorded) as target:
+            return families.ranks_alike(target)
+
+    def describe_alike(self, name: str, ranks: list[int], world_size: int) -> alike.Alike:
+        """What each of `ranks`, one list of `ranks_alike`, would hold, and what it would hold gradients in: as
+        `describe_dry` of each, from one build. Not collective."""
+        families = alike.Families()
+        with self._dry(name, ranks[-1], world_size, families.recorded) as target:
+            with alike.recorded_optimizers() as constructions:
+                model, optimizer = self._build_dry(name, target)
+            described = alike.describe_alike(model, optimizer, constructions, families, ranks)
+        return described or alike.Alike({rank: self.describe_dry(name, rank, world_size) for rank in ranks},
+                                        alike.gradient_bytes(model))
+
+    def _build_dry(self, name: str, target: Namespace):
+        """(model, optimizer) of the dry world that the process is in."""
+        said = self._said[name] = []
+        with conversation.monologue(said):
+            return self.recipe.build(target, self.args)[:2]
+
+    @contextlib.contextmanager
+    def _dry(self, name: str, rank: int, world_size: int, while_groups_are_made=contextlib.nullcontext):
+        """Inside, this process is `rank` of a dry world in a checked layout, whose arguments are yielded. What fails inside
+        is a refusal. `while_groups_are_made`: a context in which Megatron makes its groups."""
         target = copy.copy(self._validated[name])
         target.rank, target.world_size = rank, world_size
         args = self.args
@@ -89,11 +120,9 @@ class MegatronJob:
                 self.book.apply(target, args)
                 args.rank, args.world_size, args.use_gloo_process_groups = rank, world_size, False
                 self.states.reset()
-                self.states._initialize()
-                said = self._said[name] = []
-                with conversation.monologue(said):
-                    model, optimizer, _ = self.recipe.build(target, args)
-                return describe.describe(model, optimizer).holdings
+                with while_groups_are_made():
+                    self.states._initialize()
+                yield target
         except DynaTrainError:
             raise
         except Exception as error:

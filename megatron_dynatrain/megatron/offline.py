@@ -68,4 +68,5 @@ def _stop_before_the_model(module, job: MegatronJob) -> None:
 def describe_world(job: MegatronJob, name: str, layout: Layout, world_size: int) -> World:
     """What all ranks would hold in `layout`. Raises LayoutRefused. `name` tells layouts of the job apart."""
     job.check(name, layout)
-    return World.assemble({rank: job.describe_dry(name, rank, world_size) for rank in range(world_size)})
+    return World.assemble({rank: own for ranks in job.ranks_alike(name, world_size)
+                           for rank, own in job.describe_alike(name, ranks, world_size).holdings.items()})

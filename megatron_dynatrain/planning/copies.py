@@ -13,7 +13,7 @@ import numpy as np
 from megatron_dynatrain.geometry import BoxTable, concatenate, expand, intersect, overlaps, subtract
 from megatron_dynatrain.space import World, whole_tensors
 
-MIN_PART_BYTES = 4096  # a copy is not cut into smaller parts than this only to spread them over replicas
+MIN_PART_BYTES = 256  # a copy is not cut into smaller parts than this only to spread them over replicas
 _GOLDEN = 0.6180339887498949
 
 

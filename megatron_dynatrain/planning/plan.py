@@ -149,10 +149,30 @@ class Plan:
         return int(window[self.message[rows] >= 0].max(initial=-1)) + 1
 
     @cached_property
+    def messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(source, destination, bytes, bytes that are packed) of each message, in the order of the job: int64 [num_messages]."""
+        remote = np.nonzero(self.crosses)[0]
+        starts = np.nonzero(np.diff(self.message[remote], prepend=-1))[0]
+        first, nbytes = remote[starts], self.nbytes[remote]
+        sums = [np.add.reduceat(column, starts) if len(starts) else nbytes
+                for column in (nbytes, np.where(self.is_direct[remote], 0, nbytes))]
+        return self.src_rank[first], self.dst_rank[first], *sums
+
+    @cached_property
     def num_windows(self) -> int:
         """The most windows that any rank walks (of a rank's plan: that rank)."""
-        ranks = np.union1d(self.src.ranks, self.dst.ranks).tolist() if self.rank is None else [self.rank]
-        return max(self.num_windows_of(rank) for rank in ranks)
+        src, dst, _, packed = self.messages
+        limit = order.window_limit(self.staging_bytes)
+        rank = np.concatenate([src, dst])
+        sends = np.arange(len(rank)) < len(src)
+        by_rank = np.lexsort((np.concatenate([np.arange(len(src))] * 2), rank))
+        by_rank = by_rank if self.rank is None else by_rank[rank[by_rank] == self.rank]
+        sizes = np.concatenate([packed, packed])
+        most = 0
+        for own in np.split(by_rank, np.nonzero(np.diff(rank[by_rank]))[0] + 1):
+            window = order.windows(np.where(sends[own], sizes[own], 0), np.where(sends[own], 0, sizes[own]), limit)
+            most = max(most, int(window.max(initial=-1)) + 1)
+        return most
 
     @cached_property
     def digest(self) -> str:

@@ -1,0 +1,108 @@
+"""What a switch would do, in numbers: the fields of `plan --json`, and what the tables and pictures show."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dynatrain.planner.cluster import Cluster
+from megatron_dynatrain.planner.survey import Survey
+from megatron_dynatrain.planning import Cells, Plan, balanced_max_rank_bytes, draft_plan, finish_plan, shares
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forecast:
+    """A plan and what follows from it. Arrays are int64 [num_ranks], by global rank.
+
+    needed_bytes, stays_bytes: of the new layout, what ranks hold, and the part that they hold already.
+    by_field: 'weight' or the optimizer's name of a state -> (needed, stays, moved) bytes.
+    one_rank_seconds: for the plan of one rank, given the descriptions and what the others need.
+    peak_bytes: the most that a rank holds in the switch.
+    """
+
+    plan: Plan
+    src: Survey
+    dst: Survey
+    cluster: Cluster
+    plan_seconds: float
+    one_rank_seconds: float
+    sent_bytes: np.ndarray
+    received_bytes: np.ndarray
+    peak_bytes: np.ndarray
+    by_field: dict[str, tuple[int, int, int]]
+    num_messages: int
+    bound_seconds: float
+    bound_by: str
+    estimate_seconds: float
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(needed for needed, *_ in self.by_field.values())
+
+    @property
+    def stays_bytes(self) -> int:
+        return sum(stays for _, stays, _ in self.by_field.values())
+
+    @property
+    def too_large(self) -> np.ndarray:
+        """Ranks whose peak does not fit in a GPU's memory."""
+        return np.nonzero(self.peak_bytes > self.cluster.gpu_memory)[0]
+
+    def numbers(self) -> dict:
+        """The fields of the JSON file."""
+        plan = self.plan
+        return {
+            "world_size": len(plan.src.ranks), "describe_seconds": round(self.src.seconds + self.dst.seconds, 3),
+            "plan_seconds_one_rank": round(self.one_rank_seconds, 3),
+            "plan_seconds_all_ranks": round(self.plan_seconds, 3),
+            "moved_bytes": plan.moved_bytes, "minimum_bytes": plan.minimum_bytes, "max_rank_bytes": plan.max_rank_bytes,
+            "balanced_max_rank_bytes": balanced_max_rank_bytes(plan.demand, self.received_bytes),
+            "peak_bytes": int(self.peak_bytes.max()), "num_windows": plan.num_windows, "bound_seconds": self.bound_seconds,
+            "plan_hash": plan.digest, "bound_by": self.bound_by, "estimate_seconds": self.estimate_seconds,
+            "num_copies": len(plan), "num_messages": self.num_messages, "stays_bytes": self.stays_bytes,
+            "needed_bytes": self.needed_bytes,
+            "by_field": {name: {"needed_bytes": needed, "stays_bytes": stays, "moved_bytes": moved}
+                         for name, (needed, stays, moved) in self.by_field.items()},
+            "sent_bytes": spread(self.sent_bytes), "received_bytes": spread(self.received_bytes),
+            "state_bytes_before": spread(self.src.state_bytes), "state_bytes_after": spread(self.dst.state_bytes),
+            "fits_in_memory": not len(self.too_large), "refused": None}
+
+
+def forecast(src: Survey, dst: Survey, cluster: Cluster, staging_bytes: int) -> Forecast:
+    """Plan the switch between two described layouts of one world, and count. Raises LayoutRefused as `draft_plan`."""
+    started = time.perf_counter()
+    cells = Cells(src.world, dst.world)
+    draft = draft_plan(src.world, dst.world, staging_bytes, cells=cells)
+    sharing = shares(draft.demand)
+    plan = finish_plan(draft, sharing)
+    seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    busiest = int(plan.rank_bytes("dst").argmax())
+    finish_plan(draft_plan(src.world, dst.world, staging_bytes, busiest, cells), sharing)
+    one_rank_seconds = time.perf_counter() - started
+    sent, received = plan.rank_bytes("src"), plan.rank_bytes("dst")
+    bound_seconds, bound_by = cluster.bound(plan)
+    return Forecast(plan, src, dst, cluster, seconds, one_rank_seconds, sent, received, peak_bytes(src, dst, staging_bytes),
+                    _by_field(plan), len(plan.messages[0]), bound_seconds, bound_by, cluster.estimate(plan))
+
+
+def spread(values: np.ndarray) -> dict[str, int]:
+    return {"min": int(values.min()), "median": int(np.median(values)), "max": int(values.max())}
+
+
+def _by_field(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    fields = sorted({tensor.field for tensor in plan.tensors}, key=lambda field: (field != "weight", field))
+    field_of = np.array([fields.index(tensor.field) for tensor in plan.tensors], np.int64)
+    itemsize = np.array([tensor.itemsize for tensor in plan.tensors], np.int64)
+    held = plan.dst.boxes
+    crosses = plan.crosses
+    sums = (np.bincount(field_of[held.tensor], held.volume * itemsize[held.tensor], len(fields)),
+            np.bincount(field_of[plan.boxes.tensor[~crosses]], plan.nbytes[~crosses], len(fields)),
+            np.bincount(field_of[plan.boxes.tensor[crosses]], plan.nbytes[crosses], len(fields)))
+    return {field: tuple(int(column[i]) for column in sums) for i, field in enumerate(fields)}
+
+
+def peak_bytes(src: Survey, dst: Survey, staging_bytes: int) -> np.ndarray:
+    """The most that each rank holds in the switch, int64 [num_ranks]: old and new state side by side, the gradient buffers
+    that Megatron allocates with the new model, and the staging."""
+    return src.state_bytes + dst.state_bytes + dst.gradient_bytes + staging_bytes
