@@ -166,9 +166,7 @@ class MegatronJob:
         if getattr(machine, "state", None) is not None and machine.state.name != "NOT_RUNNING_YET":
             raise LayoutRefused(f"Megatron's rerun state machine is in state {machine.state.name}, about to run a step again")
         self._streams = rng.capture()
-        for chunk in self.live.model:
-            if hasattr(chunk, "offload_grad_buffers"):
-                chunk.offload_grad_buffers()
+        _give_back_gradients(self.live.model)
 
     def enter(self, name: str) -> None:
         """Make arguments, process groups and micro-batches those of layout `name`. Not collective."""
@@ -184,6 +182,7 @@ class MegatronJob:
             model, optimizer, scheduler = self.recipe.build(target, self.args)
         self._next = Live(model, optimizer, scheduler, {}, target)
         self._eval_iters = self.args.eval_iters
+        _give_back_gradients(model)
         self._next_state = describe.describe(model, optimizer)
         return self._next_state
 
@@ -220,6 +219,7 @@ class MegatronJob:
         del old
         gc.collect()
         torch.cuda.empty_cache()
+        _take_gradients(new.model)
         rng.settle(self._streams, old_args, new.args,
                    lambda: self.reseed(rng.seed_after_switch(self.args.seed, iteration)))
         self._streams = None
@@ -237,12 +237,23 @@ class MegatronJob:
         if self._streams is not None:
             rng.restore(self._streams)
         self._streams = None
-        for chunk in self.live.model:
-            if hasattr(chunk, "restore_grad_buffers"):
-                chunk.restore_grad_buffers()
+        _take_gradients(self.live.model)
 
     def forget(self, name: str) -> None:
         """Drop an undeclared layout: its arguments and the groups that only it uses. Collective."""
         self._validated.pop(name, None)
         self.answers.pop(name, None)
         self.states.forget(name)
+
+
+def _give_back_gradients(model: list) -> None:
+    """Free the memory of the gradient buffers, which are dead at the boundary: room for the state on its way."""
+    for chunk in model:
+        if hasattr(chunk, "offload_grad_buffers"):
+            chunk.offload_grad_buffers()
+
+
+def _take_gradients(model: list) -> None:
+    for chunk in model:
+        if hasattr(chunk, "restore_grad_buffers"):
+            chunk.restore_grad_buffers()
