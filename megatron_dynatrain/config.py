@@ -28,9 +28,11 @@ class ScheduledSwitch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """staging_bytes: what a rank may hold for sending, and for receiving, at a time; one value for all ranks."""
+    """staging_bytes: the scratch that a rank may use in a switch; one value for all ranks. timeout_seconds: how long a rank
+    waits for the others in one window of the transfer."""
 
     staging_bytes: Annotated[int, msgspec.Meta(ge=4096)] = 64 << 20
+    timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,12 +10,13 @@ import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, together
-from megatron_dynatrain.errors import LayoutRefused, SpaceError, VerificationError
+from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError
 from megatron_dynatrain.layout import LAUNCH, Layout
 from megatron_dynatrain.planning import Part, Plan, Totals, draft_plan, finish_plan, shares, summed, total
 from megatron_dynatrain.registry import Entry, Registry
@@ -140,7 +141,8 @@ class Controller:
         """Switch the job, whose loop has returned after `iteration`, to `target`; None if it is in that layout already.
 
         started: when the last old step ended, by time.perf_counter(). Raises LayoutRefused, SpaceError or
-        VerificationError, on every rank, after which the job is in the layout that it was in.
+        VerificationError, on every rank, after which the job is in the layout that it was in; or TransferError, after which it
+        cannot go on.
         """
         src = self.registry.entries[self.current]
         start = time.perf_counter()
@@ -154,6 +156,8 @@ class Controller:
         report.phases["prepare"] = time.perf_counter() - start
         try:
             self._move(plan, dst, report)
+        except TransferError:
+            raise  # ranks can no longer speak with one another
         except Exception as error:
             _let_go_of_frames(error)
             with report.phase("roll_back"):
@@ -189,7 +193,7 @@ class Controller:
             new = together(LayoutRefused, f"layout {dst.name!r} cannot be built",
                            _as_described, functools.partial(job.build, dst.name), dst)
         with report.phase("transfer"):
-            execute(plan, self.rank, old.storages, new.storages)
+            execute(plan, self.rank, old.storages, new.storages, timedelta(seconds=self.config.transfer.timeout_seconds))
         with report.phase("finish"):
             together(SpaceError, f"the optimizer's settings cannot be carried over to layout {dst.name!r}",
                      job.carry_over, carried)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_dynatrain.config import Config, ScheduledSwitch
 from megatron_dynatrain.controller import Controller, SwitchReport
-from megatron_dynatrain.errors import ConfigError, DynaTrainError
+from megatron_dynatrain.errors import ConfigError, DynaTrainError, TransferError
 from megatron_dynatrain.layout import Layout
 from megatron_dynatrain.registry import Registry
 from megatron_dynatrain.report import Report, in_bytes
@@ -117,6 +117,8 @@ class Session:
             self._left_at += time.perf_counter() - start
             try:
                 self.open_report = self.controller.switch(target, iteration, self._left_at)
+            except TransferError:
+                raise
             except DynaTrainError as error:
                 print(f"[dynatrain] rank {dist.get_rank()}: the switch to {_name(target)!r} after iteration {iteration} was "
                       f"refused, training goes on in layout {self.controller.current!r}: {error}", file=sys.stderr, flush=True)

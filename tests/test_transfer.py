@@ -4,6 +4,7 @@ set only, storages are strided, and the budget is so small that there are many w
 import multiprocessing
 import os
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -81,20 +82,62 @@ def run_rank(rank, port, answers, corrupt):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("corrupt", [False, True])
-def test_state_arrives_where_ranks_differ(corrupt):
+def run_rank_beside_a_silent_one(rank, port, answers, silent):
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from megatron_dynatrain.errors import TransferError
+    from megatron_dynatrain.transfer import execute
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    src_held = {r: holdings(r, SRC_RANKS, False) for r in SRC_RANKS}
+    dst_held = {r: holdings(r, DST_RANKS, True) for r in DST_RANKS}
+    src, dst = World.assemble(src_held), World.assemble(dst_held)
+    said = None
+    if rank != silent:
+        old = memory(src, rank, src_held[rank], True) if rank in SRC_RANKS else []
+        new = memory(dst, rank, dst_held[rank], False) if rank in DST_RANKS else []
+        try:
+            execute(make_plan(src, dst, 64), rank, old, new, timedelta(seconds=3))
+        except TransferError as error:
+            said = str(error)
+    answers.put((rank, said))
+    time.sleep(5)  # no connection is closed while others wait
+    os._exit(0)
+
+
+def start(target, *arguments):
+    """(rank, ...) as each of WORLD_SIZE processes answers, sorted."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    processes = [context.Process(target=run_rank, args=(rank, port, answers, corrupt)) for rank in range(WORLD_SIZE)]
+    processes = [context.Process(target=target, args=(rank, port, answers, *arguments)) for rank in range(WORLD_SIZE)]
     for process in processes:
         process.start()
     found = sorted(answers.get(timeout=120) for _ in processes)
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
+    return found
+
+
+def test_a_silent_rank_is_named():
+    """Rank 0 sends to rank 1, which never comes; so the ranks that wait for either say for whom."""
+    said = dict(start(run_rank_beside_a_silent_one, 1))
+    assert said[1] is None
+    waiting = {rank: text for rank, text in said.items() if text}
+    assert set(waiting) >= {0}  # rank 0 only has rank 1 and rank 3 to send to
+    for rank, text in waiting.items():
+        assert text.startswith(f"rank {rank} waited 3 s in window ") and "for ranks [1]" in text, text
+
+
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_state_arrives_where_ranks_differ(corrupt):
+    found = start(run_rank, corrupt)
     assert all(equal for _, _, equal, *_ in found)
     assert sum(received for _, received, *_ in found) == found[0][6] > 0
     assert found[0][5] > 3  # windows

@@ -136,21 +136,24 @@ class _Step:
         operations += [dist.P2POp(dist.isend, message, peer) for peer, message in self._sends]
         if operations:
             works = dist.batch_isend_irecv(operations)
-            # One work for each operation, or one for all.
-            peers = [operation.peer for operation in operations]
-            self._works = list(zip(works, peers if len(works) == len(peers) else [sorted(set(peers))] * len(works), strict=True))
+            # One work for each operation, or one for all of them.
+            peers = [[operation.peer] for operation in operations]
+            self._works = list(zip(works, peers if len(works) == len(peers) else [sum(peers, [])] * len(works), strict=True))
 
     def wait(self, timeout: timedelta, number: int) -> None:
         """Until all has arrived."""
         deadline = time.monotonic() + timeout.total_seconds()
-        for work, peer in self._works:
-            try:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        silent, cause = set(), None
+        for work, peers in self._works:
+            try:  # when time is up, those that have arrived are still told from those that have not
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
             except RuntimeError as error:
-                silent = sorted({p for w, p in self._works if not w.is_completed() for p in ([p] if isinstance(p, int) else p)})
-                raise TransferError(f"rank {self.rank} waited {timeout.total_seconds():.0f} s in window {number} of a switch for "
-                                    f"ranks {silent or [peer]}; look for what stopped them, or raise "
-                                    f"`transfer.timeout_seconds` ({error})") from error
+                silent.update(peers)
+                cause = error
+        if cause is not None:
+            raise TransferError(f"rank {self.rank} waited {timeout.total_seconds():g} s in window {number} of a switch for ranks "
+                                f"{sorted(silent)}; look for what stopped them, or raise `transfer.timeout_seconds`; the job "
+                                "cannot go on, start it again from its last checkpoint") from cause
         self._works, self._sends = [], []
 
     def unpack(self) -> None:
