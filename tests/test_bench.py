@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -64,3 +65,19 @@ def test_a_walk_visits_each_pair_and_ends_where_it_began(model, num_ranks):
 def test_sizes_of_the_models_are_those_of_their_names():
     for name, millions in (("10m", 10), ("100m", 100), ("100m-moe", 115), ("300m", 310)):
         assert cases.parameters(name) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_cost_of_planning(monkeypatch):
+    """In a world of TP 2, PP 8, EP 8 a rank holds half of the dense weights of 4 layers, and 8 of the 64 experts of each."""
+    from megatron_dynatrain.bench import planning_cost
+
+    monkeypatch.setattr(planning_cost, "RANKS", (64,))
+    said = []
+    record, = planning_cost.measure(said.append)
+    assert record["world_size"] == 64 and record["plan_seconds_one_rank"] > 0 and len(said) == 1
+    matrix = planning_cost.ROWS * planning_cost.COLUMNS
+    world = planning_cost.world(64, tp=2, pp=8, ep=8)
+    rows = (world.rank == 63) & (np.array([t.field for t in world.tensors])[world.boxes.tensor] == "weight")
+    assert world.boxes.volume[rows].sum() == 4 * matrix // 2 + 4 * 64 // 8 * matrix
+    # No rank needs less than what of its weights came from another stage.
+    assert 0 < record["max_rank_bytes"] < record["moved_bytes"] < 64 * 14 * 4 * (matrix // 2 + 8 * matrix)

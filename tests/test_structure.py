@@ -24,7 +24,7 @@ WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"
               "requests": ("layout", "consensus", "errors"),
               "controller": ("config", "consensus", "errors", "layout", "planning", "registry", "space", "transfer"),
               "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests"),
-              "bench": ("bench", "import_hooks", "launch", "megatron", "report", "session", "transfer")}
+              "bench": ("bench", "geometry", "import_hooks", "launch", "megatron", "planning", "report", "session", "space", "transfer")}
 WITH_MEGATRON = {"megatron", "cpu", "launch", "cli", "__main__", ""}  # "" is the package's __init__
 
 
