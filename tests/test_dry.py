@@ -1,5 +1,6 @@
 """Layout pairs without ranks: every model family against every axis in worlds of 8, and random ones in worlds up to 64."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -80,6 +81,20 @@ def test_pair(described, model, src, dst):
 
 def test_there_are_enough_cases():
     assert len(CASES) >= 150
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("more", [{}, {"moe-shared-expert-intermediate-size": 32, "moe-layer-freq": "[0,1,1,1,0,1,1,1]"},
+                                  {"moe-grouped-gemm": None}], ids=["grouped", "grouped-shared-mixed", "sequential"])
+def test_experts_of_transformer_engine(jobs, tmp_path, more):
+    """Its layers and its grouped experts are built and described, in every layout and between them, like everything else."""
+    arguments = {**EIGHT, **MOE, "num-experts": 8, "bf16": True, "transformer-impl": "transformer_engine",
+                 "moe-grouped-gemm": True, "attention-backend": "auto", **more}
+    result = jobs.run(tmp_path, 1, arguments, probe="dryprobe:run", world=8, layouts=EXPERTS, pairs=pairs_of(EXPERTS),
+                      timeout=600).assert_ok()
+    records = result.records("pairs")
+    assert len(records) == len(pairs_of(EXPERTS))
+    assert all(record["refused"] is None and record["wrong"] is None for record in records), records
 
 
 def test_hybrid_model(tmp_path):

@@ -11,6 +11,9 @@ from megatron_dynatrain.megatron.arguments import transformer_config
 from megatron_dynatrain.megatron.describe import ensure_states, unwrap
 from megatron_dynatrain.megatron.quiet import quiet
 
+# Parameters take their memory where they are to stay, and no values: every element is about to be written.
+_UNINITIALISED = {"perform_initialization": False, "use_cpu_initialization": False}
+
 
 class Recipe:
     """How the job built its model: the call of `setup_model_and_optimizer`, and its configuration as it was before.
@@ -38,11 +41,12 @@ class Recipe:
         call = copy.copy(self._call.arguments)
         if self._container is not None:
             call["cfg_container"] = container = self._container_for(target)
-            _set_initialization(container, False)
+            if getattr(container, "model", None) is not None:
+                vars(container.model.transformer).update(_UNINITIALISED)
         if self._uses_groups:
             call["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-        hidden = {"load": None, "pretrained_checkpoint": None, "moe_use_upcycling": False, "perform_initialization": False,
-                  "ckpt_convert_format": None}
+        hidden = {"load": None, "pretrained_checkpoint": None, "moe_use_upcycling": False, "ckpt_convert_format": None,
+                  **_UNINITIALISED}
         if live.train_samples is not None:
             hidden["train_iters"] = None  # derived from the samples after the first build, and mistaken for a flag by the next
         kept = {name: getattr(live, name, None)
@@ -55,7 +59,7 @@ class Recipe:
         finally:
             vars(live).update(kept)
         for chunk in unwrap(model):
-            chunk.config.perform_initialization = bool(kept["perform_initialization"])
+            vars(chunk.config).update({name: bool(kept[name]) for name in _UNINITIALISED})
         ensure_states(optimizer)
         return model, optimizer, scheduler
 
@@ -74,11 +78,6 @@ class Recipe:
                 if hasattr(model, "should_pad_vocab"):  # Megatron would pad for the new TP size
                     model.vocab_size, model.should_pad_vocab = target.padded_vocab_size, False
         return container
-
-
-def _set_initialization(container, value: bool) -> None:
-    if getattr(container, "model", None) is not None:
-        container.model.transformer.perform_initialization = value
 
 
 def _overlay(target, before, after) -> None:

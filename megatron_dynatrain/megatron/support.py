@@ -14,7 +14,7 @@ SUPPORTED = {
                  "accounted as layers",
     "Models": "whatever Megatron can save with `sharded_state_dict()`: tried with GQA, MLA, MTP, tied embeddings, learned "
               "positions, biases, QK norm, MoE with shared experts, mixed dense layers and router bias; a Mamba hybrid without its "
-              "kernels, dry",
+              "kernels, and Transformer Engine's layers with sequential and grouped experts, dry",
     "Vocabulary": "the padded size stays where TP divides it; otherwise real rows move and padding is dropped or zero",
     "Optimizers": "Adam (interface of Apex and Transformer Engine, or torch's AdamW) and SGD, with and without the distributed "
                   "optimizer; parameter groups; frozen parameters",
