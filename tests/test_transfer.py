@@ -56,17 +56,24 @@ def memory(world, rank, held, fill):
     return storages
 
 
+def join(rank, port):
+    """Meet the other ranks. (source world, destination world, the holdings of both by rank)."""
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+    src_held = {r: holdings(r, SRC_RANKS, False) for r in SRC_RANKS}
+    dst_held = {r: holdings(r, DST_RANKS, True) for r in DST_RANKS}
+    return World.assemble(src_held), World.assemble(dst_held), src_held, dst_held
+
+
 def run_rank(rank, port, answers, corrupt):
     import torch
     import torch.distributed as dist
 
     from megatron_dynatrain.transfer import Checksums, compare_bits, execute
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
-    src_held = {r: holdings(r, SRC_RANKS, False) for r in SRC_RANKS}
-    dst_held = {r: holdings(r, DST_RANKS, True) for r in DST_RANKS}
-    src, dst = World.assemble(src_held), World.assemble(dst_held)
+    src, dst, src_held, dst_held = join(rank, port)
     plan = make_plan(src, dst, 64)
     old = memory(src, rank, src_held[rank], True) if rank in SRC_RANKS else []
     new = memory(dst, rank, dst_held[rank], False) if rank in DST_RANKS else []
@@ -85,16 +92,10 @@ def run_rank(rank, port, answers, corrupt):
 def run_rank_beside_a_silent_one(rank, port, answers, silent):
     from datetime import timedelta
 
-    import torch.distributed as dist
-
     from megatron_dynatrain.errors import TransferError
     from megatron_dynatrain.transfer import execute
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
-    src_held = {r: holdings(r, SRC_RANKS, False) for r in SRC_RANKS}
-    dst_held = {r: holdings(r, DST_RANKS, True) for r in DST_RANKS}
-    src, dst = World.assemble(src_held), World.assemble(dst_held)
+    src, dst, src_held, dst_held = join(rank, port)
     said = None
     if rank != silent:
         old = memory(src, rank, src_held[rank], True) if rank in SRC_RANKS else []
