@@ -20,35 +20,28 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_storages: Sequence[torch.Tensor],
-            timeout: timedelta = DEFAULT_TIMEOUT, memory=None) -> int:
+            timeout: timedelta = DEFAULT_TIMEOUT) -> int:
     """Copy every piece of `plan` that `rank` sends, receives or keeps; returns the bytes that it received from others.
 
     Collective over all ranks of both worlds, on the default process group, whose ranks are the plan's ranks.
 
     plan: that of all ranks or of `rank`. src_storages, dst_storages: this rank's flat 1-D tensors, numbered as in the
     descriptions; empty for a rank that is not a member. The two sets must not share memory. Scratch is at most
-    `plan.staging_bytes`. memory: told of every window before it is written and after it was read (see `Memory`).
-    Raises TransferError, naming the ranks that did not answer, where a window takes longer than `timeout`.
+    `plan.staging_bytes`. Raises TransferError, naming the ranks that did not answer, where a window takes longer than `timeout`.
     """
     received = 0
     with torch.no_grad():
         rows, window = plan.windows(rank)
         steps = [_Step(plan, rank, rows[window == number], src_storages, dst_storages)
                  for number in range(int(window.max(initial=-1)) + 1)]
-        if memory is not None:
-            memory.start(plan, rank, [step.rows for step in steps])
         previous = None
         for number, step in enumerate(steps):
-            if memory is not None:
-                memory.before(number)
             if number == 0:
                 step.pack()
             step.post()
             step.copy_locally()
             if previous is not None:
                 previous.unpack()
-                if memory is not None:
-                    memory.after(number - 1)
             if number + 1 < len(steps):
                 steps[number + 1].pack()
             step.wait(timeout, number)
@@ -56,8 +49,6 @@ def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_sto
             previous, steps[number] = step, None
         if previous is not None:
             previous.unpack()
-            if memory is not None:
-                memory.after(len(steps) - 1)
         _fill_padding(plan, rank, dst_storages)
     return received
 
