@@ -18,7 +18,7 @@ from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, together
 from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError
 from megatron_dynatrain.layout import LAUNCH, Layout
-from megatron_dynatrain.planning import Part, Plan, Totals, draft_plan, finish_plan, shares, summed, total
+from megatron_dynatrain.planning import Balance, Part, Plan, Totals, draft_plan, finish_plan, summed, total
 from megatron_dynatrain.registry import Entry, Registry
 from megatron_dynatrain.space import World
 from megatron_dynatrain.transfer import Checksums, compare_bits, execute
@@ -127,14 +127,14 @@ class Controller:
         if (src.name, dst.name) not in self.registry.plans:
             draft = together(LayoutRefused, f"the switch from {src.name!r} to {dst.name!r} is refused",
                              draft_plan, src.world, dst.world, self.config.transfer.staging_bytes, self.rank)
-            demand = summed(gather(draft.demand))
-            plan = together(SpaceError, "the plan", finish_plan, draft, shares(demand))
+            balance = Balance(summed(gather(draft.demand)))
+            plan = together(SpaceError, "the plan", finish_plan, draft, balance.shares)
             gathered = gather((plan.digest, Part.of(plan)))
             digests = [digest for digest, _ in gathered]
             if len(set(digests)) > 1:
                 raise SpaceError(f"ranks made different plans from {src.name!r} to {dst.name!r}: {digests}")
             self.registry.plans[src.name, dst.name] = plan
-            self.registry.totals[src.name, dst.name] = total([part for _, part in gathered], demand)
+            self.registry.totals[src.name, dst.name] = total([part for _, part in gathered], balance)
         return self.registry.plans[src.name, dst.name]
 
     def switch(self, target: str | Layout, iteration: int, started: float) -> SwitchReport | None:

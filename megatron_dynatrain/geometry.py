@@ -137,22 +137,13 @@ def overlaps(a: BoxTable, b: BoxTable) -> tuple[np.ndarray, np.ndarray]:
     """
     if len(a) == 0 or len(b) == 0:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    num_axes = a.offset.shape[1]
     both = concatenate([a, b])
     tensors, tensor = np.unique(both.tensor, return_inverse=True)
-    extent = np.zeros((len(tensors), num_axes), np.int64)  # of the index space that the boxes of a tensor span
-    width = np.zeros((len(tensors), num_axes), np.int64)  # of the widest box
-    np.maximum.at(extent, tensor, both.offset + both.shape)
-    np.maximum.at(width, tensor, both.shape)
-    # Number the one-wide coordinates: boxes in different cells cannot meet.
-    cell = tensor.astype(np.int64)
-    for axis in range(num_axes):
-        single = np.where(width[tensor, axis] == 1, both.offset[:, axis], 0)
-        if single.any():
-            cell = _numbered(cell, single)
+    both = BoxTable(tensor, both.offset, both.shape)
+    width = _widths(both)
     axis = _most_cut_axis(both, tensor, len(tensors), width)[tensor]
     rows = np.arange(len(both))
-    start = _numbered(cell, both.offset[rows, axis], int(extent.max()) + 1)
+    start = _numbered(number_cells(both, width), both.offset[rows, axis], int((both.offset + both.shape).max()) + 1)
     stop = start + both.shape[rows, axis]
     n = len(a)
     i, j = interval_overlaps(start[:n], stop[:n], start[n:], stop[n:])
@@ -160,6 +151,25 @@ def overlaps(a: BoxTable, b: BoxTable) -> tuple[np.ndarray, np.ndarray]:
     i, j = i[meet], j[meet]
     order = np.lexsort((j, i))
     return i[order], j[order]
+
+
+def number_cells(boxes: BoxTable, width: np.ndarray | None = None) -> np.ndarray:
+    """A number for each box, int64 [num_boxes], equal if and only if two boxes are of one tensor and agree on all axes on which
+    every box of that tensor is one wide: boxes in different cells cannot meet. width: `_widths(boxes)`, if it is there."""
+    width = _widths(boxes) if width is None else width
+    cell = boxes.tensor.astype(np.int64)
+    for axis in range(boxes.offset.shape[1]):
+        single = np.where(width[boxes.tensor, axis] == 1, boxes.offset[:, axis], 0)
+        if single.any():
+            cell = _numbered(cell, single)
+    return cell
+
+
+def _widths(boxes: BoxTable) -> np.ndarray:
+    """How wide the widest box of each tensor is: int64 [largest tensor + 1, num_axes]."""
+    width = np.zeros((int(boxes.tensor.max(initial=-1)) + 1, boxes.shape.shape[1]), np.int64)
+    np.maximum.at(width, boxes.tensor, boxes.shape)
+    return width
 
 
 def _numbered(cell: np.ndarray, offset: np.ndarray, span: int | None = None) -> np.ndarray:

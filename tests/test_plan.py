@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from worlds import TENSORS, carried_out, elements_held, filled, strided, worlds
 
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
-from megatron_dynatrain.planning import balanced_max_rank_bytes, draft_plan, finish_plan, make_plan, order, shares, summed
+from megatron_dynatrain.planning import Balance, draft_plan, finish_plan, make_plan, order, summed
 
 SMALL = 64  # bytes of staging: a few elements a message
 
@@ -70,7 +70,7 @@ def test_the_plan_of_one_rank_is_its_part_of_the_plan_of_all(pair, staging_bytes
     demand = summed([draft.demand for draft in drafts])
     assert demand == plan.demand
     for rank, draft in zip(ranks, drafts, strict=True):
-        own = finish_plan(draft, shares(demand))
+        own = finish_plan(draft, Balance(demand).shares)
         part = (plan.src_rank == rank) | (plan.dst_rank == rank)
         assert own.digest == plan.digest
         # The same copies, and the order of the job, restricted to the rank, is the order of the rank.
@@ -137,7 +137,7 @@ def test_the_yardstick_of_balance_is_the_least_possible_maximum(demands):
         demand[tuple(sorted(ranks))] = demand.get(tuple(sorted(ranks)), 0) + nbytes
     best = max(sum(n for held, n in demand.items() if set(held) <= set(ranks)) / len(ranks)
                for size in range(1, 7) for ranks in itertools.combinations(range(6), size))
-    assert balanced_max_rank_bytes(demand, np.zeros(6, np.int64)) == pytest.approx(best, abs=1.5)
+    assert Balance(demand).max_rank_bytes(np.zeros(6, np.int64)) == pytest.approx(best, abs=1.5)
 
 
 def test_load_is_spread_over_replicas():

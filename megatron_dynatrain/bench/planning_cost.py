@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from megatron_dynatrain.geometry import BoxTable, concatenate
-from megatron_dynatrain.planning import Cells, draft_plan, finish_plan, shares
+from megatron_dynatrain.planning import Balance, Cells, draft_plan, finish_plan
 from megatron_dynatrain.space import LogicalTensor, World, check_cover
 
 RANKS = (64, 256, 1024, 4096)
@@ -28,11 +28,10 @@ def measure(tell) -> list[dict]:
         started = time.perf_counter()
         cells = Cells(src, dst)
         draft = draft_plan(src, dst, STAGING_BYTES, cells=cells)
-        sharing = shares(draft.demand)
-        plan = finish_plan(draft, sharing)
+        plan = finish_plan(draft, Balance(draft.demand).shares)
         all_ranks = time.perf_counter() - started
         started = time.perf_counter()
-        finish_plan(draft_plan(src, dst, STAGING_BYTES, num_ranks // 2, Cells(src, dst)), sharing)
+        finish_plan(draft_plan(src, dst, STAGING_BYTES, num_ranks // 2, Cells(src, dst)), plan.shares)
         one_rank = time.perf_counter() - started
         records.append({"world_size": num_ranks, "num_pieces": len(src) + len(dst), "num_copies": len(plan),
                         "plan_seconds_one_rank": round(one_rank, 4), "plan_seconds_all_ranks": round(all_ranks, 4),

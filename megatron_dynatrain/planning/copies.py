@@ -10,12 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_dynatrain.geometry import BoxTable, concatenate, expand, intersect, overlaps, subtract
+from megatron_dynatrain.geometry import BoxTable, concatenate, expand, intersect, number_cells, overlaps, subtract
 from megatron_dynatrain.space import World, whole_tensors
 
 MIN_PART_BYTES = 256  # a copy is not cut into smaller parts than this only to spread them over replicas
-_GOLDEN = 0.6180339887498949
-
+GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, spread evenly however many are taken
 
 Holders = tuple[int, ...]  # the ranks that all hold something, ascending
 
@@ -56,7 +55,7 @@ class Cells:
 
     def __init__(self, src: World, dst: World):
         self.src, self.dst = src, dst
-        self.src_cell, self.dst_cell = _number_cells(src.boxes, dst.boxes)
+        self.src_cell, self.dst_cell = np.split(number_cells(concatenate([src.boxes, dst.boxes])), [len(src)])
 
     @cached_property
     def _sorted(self):
@@ -75,29 +74,6 @@ class Cells:
         """(rows of src, rows of dst) that lie in `cells`, ascending by cell."""
         return tuple(order[expand(np.searchsorted(keys, cells, "left"), np.searchsorted(keys, cells, "right"))[1]]
                      for order, keys in self._sorted)
-
-
-def _number_cells(*tables: BoxTable) -> list[np.ndarray]:
-    """A number for each box, equal if and only if two boxes are of one tensor and agree on all axes on which every box of that
-    tensor is one wide: int64 [num_boxes] for each table."""
-    num_axes = tables[0].offset.shape[1]
-    num_tensors = 1 + max(int(t.tensor.max(initial=-1)) for t in tables)
-    cells = [t.tensor.astype(np.int64) for t in tables]
-    for axis in range(num_axes):
-        width = np.zeros(num_tensors, np.int64)
-        for table in tables:
-            np.maximum.at(width, table.tensor, table.shape[:, axis])
-        if not (width == 1).any():
-            continue
-        offsets = [np.where(width[t.tensor] == 1, t.offset[:, axis], 0) for t in tables]
-        span = 1 + max(int(o.max(initial=0)) for o in offsets)
-        if span == 1:
-            continue
-        if max(int(c.max(initial=0)) for c in cells) >= (1 << 62) // span:
-            _, numbers = np.unique(np.concatenate(cells), return_inverse=True)
-            cells = np.split(numbers.astype(np.int64), np.cumsum([len(c) for c in cells])[:-1])
-        cells = [c * span + o for c, o in zip(cells, offsets, strict=True)]
-    return cells
 
 
 def find_needs(src: World, dst: World, src_rows: np.ndarray, dst_rows: np.ndarray) -> Needs:
@@ -130,7 +106,7 @@ def find_needs(src: World, dst: World, src_rows: np.ndarray, dst_rows: np.ndarra
                  first_piece, holders, holder_sets, zeros, dst_rows[missing_row[padded[zeros_row]]])
 
 
-def share_among_replicas(src: World, dst: World, needs: Needs, shares: dict[Holders, tuple[int, ...]]):
+def share_among_replicas(dst: World, needs: Needs, shares: dict[Holders, tuple[int, ...]]):
     """Choose for each need the piece that it is taken from, cutting needs where the work is shared.
 
     shares: for sets of ranks how they share the work, as integers in proportion; others share it equally.
@@ -159,7 +135,7 @@ def share_among_replicas(src: World, dst: World, needs: Needs, shares: dict[Hold
         return np.searchsorted(edge, holders + np.clip(place, 0, 1 - 1e-9), "right") - 1
 
     shared = (replicas > 1) & (total >= replicas * MIN_PART_BYTES)
-    turn = (before + nbytes / 2) / total + _fraction(src, boxes)
+    turn = (before + nbytes / 2) / total + _fraction(boxes)
     low = np.where(shared, server(before / total + 1e-12), server(turn % 1.0))
     high = np.where(shared, server((before + nbytes) / total - 1e-12), low)
     num_parts = high - low + 1
@@ -235,12 +211,12 @@ def _axis_to_cut(shape: np.ndarray, parts: np.ndarray) -> np.ndarray:
     return np.where(long.any(axis=1), long.argmax(axis=1), shape.argmax(axis=1))
 
 
-def _fraction(src: World, boxes: BoxTable) -> np.ndarray:
+def _fraction(boxes: BoxTable) -> np.ndarray:
     """A number in [0, 1) for each box that jumps evenly over the interval from one box to the next."""
     mix = boxes.tensor.astype(np.int64)
     for axis in range(boxes.offset.shape[1]):
         mix = mix * 31 + boxes.offset[:, axis] // np.maximum(boxes.shape[:, axis], 1)
-    return (mix % (1 << 30)) * _GOLDEN % 1.0
+    return (mix % (1 << 30)) * GOLDEN % 1.0
 
 
 def _sets_of_ranks(ranks: np.ndarray, first: np.ndarray, boxes: np.ndarray) -> tuple[np.ndarray, tuple[Holders, ...]]:

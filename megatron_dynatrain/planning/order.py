@@ -6,20 +6,21 @@ bounded in bytes and in messages by limits that are the same on all ranks; all s
 together. That cannot deadlock: take the first message of the order that has not arrived. On both of its ranks all earlier
 windows hold earlier messages only, so both have come to the window that holds it.
 
-Batches bound memory. Weights come first, into the room that the gradients left. Optimizer states follow layer by layer, with
-layers of all pipeline stages taking turns, so that every rank takes new storage as fast as it gives old storage back.
+Batches are the steps in which memory can be taken and given back (today all of it is there from the start). Weights come first,
+into the room that the gradients left. Optimizer states follow layer by layer, layers of all pipeline stages taking turns, so that
+every rank comes to need new storage as fast as its old storage has been read.
 """
 
 import numpy as np
 
 from megatron_dynatrain.geometry import BoxTable
+from megatron_dynatrain.planning.copies import GOLDEN
 from megatron_dynatrain.space import LogicalTensor
 
 DEFAULT_STAGING_BYTES = 64 << 20
 MAX_MESSAGES = 64  # messages that a rank sends, and receives, in one window
 DIRECT_BYTES = 256 << 10  # from this size on, a piece that is contiguous on both sides travels without being packed
 _IN_FLIGHT = 4  # a window's sends and receives, while the window before or after it is still packed or unpacked
-_GOLDEN = 0.6180339887498949
 
 
 def window_limit(staging_bytes: int) -> int:
@@ -67,9 +68,9 @@ def batches(tensors: tuple[LogicalTensor, ...], boxes: BoxTable, num_ranks: int,
     num_batches = int(np.clip(state_bytes // max(num_ranks * window_limit(staging_bytes), 1), 1, max(num_layers.max(initial=1), 1)))
     # Layers in the order in which their numbers jump evenly, tensors without layers spread among them.
     keys = {key: i for i, key in enumerate(sorted({t.key for t in tensors}))}
-    start = np.array([keys[t.key] * _GOLDEN % 1.0 if n == 1 else 0.0 for t, n in zip(tensors, num_layers.tolist(), strict=True)])
+    start = np.array([keys[t.key] * GOLDEN % 1.0 if n == 1 else 0.0 for t, n in zip(tensors, num_layers.tolist(), strict=True)])
     layer = np.where(num_layers[boxes.tensor] > 1, boxes.offset[:, 0], 0)
-    place = (start[boxes.tensor] + layer * _GOLDEN) % 1.0
+    place = (start[boxes.tensor] + layer * GOLDEN) % 1.0
     return np.where(is_state[boxes.tensor], 1 + (place * num_batches).astype(np.int64), 0)
 
 

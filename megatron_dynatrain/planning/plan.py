@@ -19,7 +19,7 @@ import numpy as np
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
 from megatron_dynatrain.geometry import BoxTable, concatenate, overlaps
 from megatron_dynatrain.planning import order
-from megatron_dynatrain.planning.balance import shares as balanced_shares
+from megatron_dynatrain.planning.balance import Balance
 from megatron_dynatrain.planning.copies import Cells, Holders, Needs, find_needs, minimum_bytes, share_among_replicas
 from megatron_dynatrain.planning.order import DEFAULT_STAGING_BYTES
 from megatron_dynatrain.space import LogicalTensor, World, whole_tensors
@@ -33,7 +33,7 @@ class Plan:
     tensors: those of the destination; the source's differ in their padding at most.
     boxes: the global coordinates; `boxes.tensor` indexes `tensors`.
     src_piece, dst_piece: rows of the source and of the destination world from which and into which the box is copied.
-    batch: int64, non-decreasing: memory is taken and given back by batches.
+    batch: int64, non-decreasing: weights, then optimizer states layer by layer (`order`).
     message: int64; copies with the same number travel together, ascending in the order of the job; -1 for a local copy.
     is_direct: bool, whether the copy is contiguous on both sides and travels without being packed.
     demand: {ranks that hold something: bytes of it that others need}; of a rank's plan, that this rank needs.
@@ -131,17 +131,20 @@ class Plan:
 
         A local copy belongs to the window of the next message, so that it is made while that is in flight.
         """
+        src, dst, *_ = self.messages
+        own = np.nonzero((src == rank) | (dst == rank))[0]
+        window = self._windows_of_messages(own, src[own] == rank)
         rows = np.nonzero((self.src_rank == rank) | (self.dst_rank == rank))[0]
-        remote = rows[self.message[rows] >= 0]
-        packed = np.where(self.is_direct[remote], 0, self.nbytes[remote])
-        starts = np.nonzero(np.diff(self.message[remote], prepend=-1))[0]
-        sums = np.add.reduceat(packed, starts) if len(starts) else packed
-        sends = self.src_rank[remote[starts]] == rank
-        window = order.windows(np.where(sends, sums, 0), np.where(sends, 0, sums), order.window_limit(self.staging_bytes))
-        of_row = np.full(len(rows), -1, np.int64)
-        of_row[self.message[rows] >= 0] = np.repeat(window, np.diff(np.append(starts, len(remote))))
-        following = np.minimum.accumulate(np.where(of_row < 0, window.max(initial=0), of_row)[::-1])[::-1]
-        return rows, following
+        local = self.message[rows] < 0
+        starts = np.diff(self.message[rows[~local]], prepend=-1) != 0
+        of_row = np.full(len(rows), window.max(initial=0))
+        of_row[~local] = window[np.cumsum(starts) - 1]
+        return rows, np.minimum.accumulate(of_row[::-1])[::-1]
+
+    def _windows_of_messages(self, own: np.ndarray, sends: np.ndarray) -> np.ndarray:
+        """The windows in which a rank walks its messages `own`, of which it sends `sends` (bool) and receives the others."""
+        packed = self.messages[3][own]
+        return order.windows(np.where(sends, packed, 0), np.where(sends, 0, packed), order.window_limit(self.staging_bytes))
 
     def num_windows_of(self, rank: int) -> int:
         """Windows that `rank` walks; none if it has nothing to send or to receive."""
@@ -161,18 +164,12 @@ class Plan:
     @cached_property
     def num_windows(self) -> int:
         """The most windows that any rank walks (of a rank's plan: that rank)."""
-        src, dst, _, packed = self.messages
-        limit = order.window_limit(self.staging_bytes)
-        rank = np.concatenate([src, dst])
-        sends = np.arange(len(rank)) < len(src)
-        by_rank = np.lexsort((np.concatenate([np.arange(len(src))] * 2), rank))
+        src, dst, *_ = self.messages
+        rank, message = np.concatenate([src, dst]), np.tile(np.arange(len(src)), 2)
+        by_rank = np.lexsort((message, rank))
         by_rank = by_rank if self.rank is None else by_rank[rank[by_rank] == self.rank]
-        sizes = np.concatenate([packed, packed])
-        most = 0
-        for own in np.split(by_rank, np.nonzero(np.diff(rank[by_rank]))[0] + 1):
-            window = order.windows(np.where(sends[own], sizes[own], 0), np.where(sends[own], 0, sizes[own]), limit)
-            most = max(most, int(window.max(initial=-1)) + 1)
-        return most
+        return max(int(self._windows_of_messages(message[own], own < len(src)).max(initial=-1)) + 1
+                   for own in np.split(by_rank, np.nonzero(np.diff(rank[by_rank]))[0] + 1))
 
     @cached_property
     def digest(self) -> str:
@@ -208,7 +205,7 @@ def _addresses(world: World, piece: np.ndarray, offset: np.ndarray) -> tuple[np.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A plan but for who sends what replicas hold. `demand` of all ranks decides on that (`balance.shares`)."""
+    """A plan but for who sends what replicas hold. `demand` of all ranks decides on that (`Balance.shares`)."""
 
     src: World
     dst: World
@@ -243,7 +240,7 @@ def draft_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTE
 def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES) -> Plan:
     """The checked plan of all ranks from `src` to `dst`; a pure function. Raises what `draft_plan` raises."""
     draft = draft_plan(src, dst, staging_bytes)
-    return finish_plan(draft, balanced_shares(draft.demand))
+    return finish_plan(draft, Balance(draft.demand).shares)
 
 
 def finish_plan(draft: Draft, shares: dict[Holders, tuple[int, ...]]) -> Plan:
@@ -251,7 +248,7 @@ def finish_plan(draft: Draft, shares: dict[Holders, tuple[int, ...]]) -> Plan:
     src, dst, rank, tensors, staging_bytes = draft.src, draft.dst, draft.rank, draft.tensors, draft.staging_bytes
     needs = draft.needs
     itemsize = np.array([t.itemsize for t in tensors], np.int64)
-    remote, need, remote_src = share_among_replicas(src, dst, needs, shares)
+    remote, need, remote_src = share_among_replicas(dst, needs, shares)
     remote_dst = needs.dst_piece[need]
     if rank is not None:
         own = (src.rank[remote_src] == rank) | (dst.rank[remote_dst] == rank)
@@ -268,7 +265,8 @@ def finish_plan(draft: Draft, shares: dict[Holders, tuple[int, ...]]) -> Plan:
     src_rank, dst_rank = src.rank[src_piece], dst.rank[dst_piece]
     size = itemsize[boxes.tensor]
     nbytes = boxes.volume * size
-    direct = (src_rank != dst_rank) & (nbytes >= order.DIRECT_BYTES) & _contiguous(src, src_piece, boxes) & _contiguous(dst, dst_piece, boxes)
+    direct = ((src_rank != dst_rank) & (nbytes >= order.DIRECT_BYTES)
+              & _contiguous(src, src_piece, boxes) & _contiguous(dst, dst_piece, boxes))
     # Within a message wide elements come first, so that every piece in it is aligned.
     columns = np.column_stack([boxes.tensor, boxes.offset])
     by_pair = np.lexsort((*columns.T[::-1], -size, direct, dst_rank, src_rank, batch))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dynatrain.planning.balance import balanced_max_rank_bytes
+from megatron_dynatrain.planning.balance import Balance
 from megatron_dynatrain.planning.plan import Plan
 
 
@@ -55,10 +55,10 @@ def summed(demands: list[dict[tuple[int, ...], int]]) -> dict[tuple[int, ...], i
     return demand
 
 
-def total(parts: list[Part], demand: dict[tuple[int, ...], int]) -> Totals:
-    """The totals of all ranks of both worlds. demand: that of all ranks."""
+def total(parts: list[Part], balance: Balance) -> Totals:
+    """The totals of all ranks of both worlds. balance: of the demand of all ranks."""
     received = np.zeros(1 + max(part.rank for part in parts), np.int64)
     received[[part.rank for part in parts]] = [part.received for part in parts]
     return Totals(sum(p.received for p in parts), sum(p.minimum for p in parts), sum(p.local for p in parts),
-                  max(max(p.sent, p.received) for p in parts), balanced_max_rank_bytes(demand, received),
+                  max(max(p.sent, p.received) for p in parts), balance.max_rank_bytes(received),
                   max(p.num_windows for p in parts), sum(p.num_copies for p in parts))
