@@ -26,6 +26,11 @@ def read(path: str | Path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def in_sizes(sizes: dict[str, int]) -> str:
+    """{'TP': 2, 'PP': 2, 'DP': 2} -> 'TP2 PP2 DP2'."""
+    return " ".join(f"{name}{size}" for name, size in sizes.items())
+
+
 def in_bytes(count: int) -> str:
     """3145728 -> '3.1 MB'."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -11,7 +11,7 @@ from megatron_dynatrain.controller import Controller, SwitchReport
 from megatron_dynatrain.errors import ConfigError, DynaTrainError, TransferError
 from megatron_dynatrain.layout import Layout
 from megatron_dynatrain.registry import Registry
-from megatron_dynatrain.report import Report, in_bytes
+from megatron_dynatrain.report import Report, in_bytes, in_sizes
 from megatron_dynatrain.requests import Requests
 
 NEVER = sys.maxsize
@@ -134,10 +134,9 @@ class Session:
         report.stall_seconds = time.perf_counter() - report.started
         report.phases["resume"] = max(report.stall_seconds - sum(report.phases.values()), 0.0)
         self._report.event("switch", **report.event())
-        sizes = [" ".join(f"{k}{v}" for k, v in sizes.items()) for sizes in (report.src_sizes, report.dst_sizes)]
-        self._say(f"after iteration {report.iteration}: {report.src} ({sizes[0]}) -> {report.dst} ({sizes[1]}), stall "
-                  f"{report.stall_seconds:.3f} s, moved {in_bytes(report.totals.moved_bytes)} (minimum "
-                  f"{in_bytes(report.totals.minimum_bytes)}), verify {report.verify}")
+        src, dst = (f"{name} ({in_sizes(sizes)})" for name, sizes in ((report.src, report.src_sizes), (report.dst, report.dst_sizes)))
+        self._say(f"after iteration {report.iteration}: {src} -> {dst}, stall {report.stall_seconds:.3f} s, moved "
+                  f"{in_bytes(report.totals.moved_bytes)} (minimum {in_bytes(report.totals.minimum_bytes)}), verify {report.verify}")
         self._say("phases: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases.items()))
         for hook in self.after_switch:
             hook(report)

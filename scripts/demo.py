@@ -30,7 +30,7 @@ import make_dataset  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_dynatrain.report import in_bytes, read  # noqa: E402
+from megatron_dynatrain.report import in_bytes, in_sizes, read  # noqa: E402
 
 OUT = ROOT / "runs" / "demo"
 RANKS, ITERATIONS, SWITCHES = 8, 30, ((10, "deep"), (20, "wide"))
@@ -119,13 +119,13 @@ def losses_table(plain: Run, switched: Run, events: list[dict]) -> Table:
     table = Table(title="Losses step by step")
     for column in ("iteration", "without a switch", "with two switches", "difference", "layout"):
         table.add_column(column, justify="right")
-    layout = _sizes(events[0]["from_sizes"])
+    layout = in_sizes(events[0]["from_sizes"])
     for iteration in sorted(plain.losses):
         a, b = plain.losses[iteration], switched.losses[iteration]
         table.add_row(str(iteration), f"{a:.6f}", f"{b:.6f}", f"{b - a:+.1e}" if a != b else "0", layout)
         for event in events:
             if event["iteration"] == iteration:
-                layout = _sizes(event["to_sizes"])
+                layout = in_sizes(event["to_sizes"])
     return table
 
 
@@ -134,13 +134,9 @@ def switches_table(events: list[dict]) -> Table:
     for column in ("after", "from", "to", "stall", "moved", "minimum", "verified"):
         table.add_column(column, justify="right")
     for e in events:
-        table.add_row(str(e["iteration"]), _sizes(e["from_sizes"]), _sizes(e["to_sizes"]), f"{e['stall_seconds']:.2f} s",
+        table.add_row(str(e["iteration"]), in_sizes(e["from_sizes"]), in_sizes(e["to_sizes"]), f"{e['stall_seconds']:.2f} s",
                       in_bytes(e["moved_bytes"]), in_bytes(e["minimum_bytes"]), e["verify"])
     return table
-
-
-def _sizes(sizes: dict[str, int]) -> str:
-    return " ".join(f"{name}{size}" for name, size in sizes.items())
 
 
 def plot(plain: Run, switched: Run, events: list[dict], path: Path) -> None:
@@ -158,7 +154,7 @@ def plot(plain: Run, switched: Run, events: list[dict], path: Path) -> None:
         for event in events:
             axis.axvline(event["iteration"] + 0.5, color="0.3", linestyle="--", linewidth=1)
     for event in events:
-        top.annotate(f"{_sizes(event['from_sizes'])} → {_sizes(event['to_sizes'])}\nstall {event['stall_seconds']:.2f} s",
+        top.annotate(f"{in_sizes(event['from_sizes'])} → {in_sizes(event['to_sizes'])}\nstall {event['stall_seconds']:.2f} s",
                      (event["iteration"] + 0.5, 0.98), xycoords=("data", "axes fraction"), xytext=(6, 0),
                      textcoords="offset points", va="top", fontsize=9)
     top.set_ylabel("lm loss")

@@ -16,7 +16,8 @@ PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
         "planning": ("errors", "geometry", "space", "planning"),
         "config": ("errors", "layout"),
         "archive": ("geometry", "space"),
-        "planner": ("archive", "config", "errors", "layout", "planner", "planning", "report", "space")}
+        "flags": (),
+        "planner": ("archive", "config", "errors", "flags", "layout", "planner", "planning", "report", "space")}
 WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
               "consensus": (),
               "device_map": (),
@@ -24,7 +25,8 @@ WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"
               "requests": ("layout", "consensus", "errors"),
               "controller": ("config", "consensus", "errors", "layout", "planning", "registry", "space", "transfer"),
               "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests"),
-              "bench": ("bench", "geometry", "import_hooks", "launch", "megatron", "planning", "report", "session", "space", "transfer")}
+              "bench": ("bench", "flags", "geometry", "import_hooks", "launch", "megatron", "planning", "report", "session",
+                        "space", "transfer")}
 WITH_MEGATRON = {"megatron", "cpu", "launch", "cli", "__main__", ""}  # "" is the package's __init__
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from megatron_dynatrain.bench.cases import DEFAULT_MODELS, MODELS, RANKS
+from megatron_dynatrain.flags import positive
 
 DESCRIPTION = """\
 Measures switches between layouts on gloo ranks of this machine: the stall with its phases, the raw exchange of the same
@@ -24,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=_models, metavar="A,B",
                         help=f"of {', '.join(MODELS)} (default: {','.join(DEFAULT_MODELS)}; with --quick: tiny)")
     parser.add_argument("--ranks", type=int, choices=RANKS, default=8, help="processes of each job (default: %(default)s)")
-    parser.add_argument("--repeats", type=_positive, metavar="N",
+    parser.add_argument("--repeats", type=positive, metavar="N",
                         help="warm visits of each pair (default: 3; with --quick: 1)")
     parser.add_argument("--restart", choices=("one", "all"), default="one",
                         help="stop + restart for the first pair of each model, or for all (default: %(default)s)")
@@ -43,12 +44,6 @@ def _models(text: str) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(f"there is no model {unknown[0]!r}; known here: {', '.join(MODELS)}")
     return names
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def run(flags: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from megatron_dynatrain.bench.cases import Case, parameters
-from megatron_dynatrain.report import in_bytes
+from megatron_dynatrain.report import in_bytes, in_sizes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
@@ -194,7 +194,7 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
     saves_first = save is not None and (verified["visit"]["src"], verified["visit"]["dst"]) == case.pairs[0]
     return {
         "model": case.model, "num_params": verified["num_params"],
-        "src": _sizes(chosen["from_sizes"]), "dst": _sizes(chosen["to_sizes"]), "warm": warm,
+        "src": in_sizes(chosen["from_sizes"]), "dst": in_sizes(chosen["to_sizes"]), "warm": warm,
         "stall_seconds": chosen["stall_seconds"], "phases": chosen["phases"], "transfer_seconds": chosen["transfer_seconds"],
         "raw_exchange_seconds": statistics.median(raw), "checkpoint_seconds": None if save is None else save + load,
         "restart_seconds": restart, "moved_bytes": chosen["moved_bytes"], "minimum_bytes": chosen["minimum_bytes"],
@@ -232,8 +232,3 @@ def _over_ranks(of_ranks: list[dict]) -> dict:
     if "loaded_differs" in visit:
         visit["loaded_differs"] = [text for record in of_ranks for text in record["loaded_differs"]]
     return visit
-
-
-def _sizes(sizes: dict[str, int]) -> str:
-    """{'TP': 2, 'PP': 2, 'DP': 2} -> 'TP2 PP2 DP2'."""
-    return " ".join(f"{name}{size}" for name, size in sizes.items())

@@ -36,32 +36,30 @@ def save(job, folder: Path, iteration: int) -> float:
     """Seconds of Megatron's `save_checkpoint` of the current state. Collective."""
     from megatron.training.checkpointing import save_checkpoint
 
-    args, live = job.args, job.live
-    kept, args.save = args.save, str(folder)
-    dist.barrier()
-    start = time.perf_counter()
-    try:
-        with quiet():
-            save_checkpoint(iteration, live.model, live.optimizer, live.scheduler, args.num_floating_point_operations_so_far,
-                            checkpointing_context={})
-    finally:
-        args.save = kept
-    return time.perf_counter() - start
+    live = job.live
+    return _timed(job.args, "save", folder, save_checkpoint, iteration, live.model, live.optimizer, live.scheduler,
+                  job.args.num_floating_point_operations_so_far)
 
 
 def load(job, folder: Path) -> float:
     """Seconds of Megatron's `load_checkpoint` into the current model and optimizer. Collective."""
     from megatron.training.checkpointing import load_checkpoint
 
-    args, live = job.args, job.live
-    kept, args.load = args.load, str(folder)
+    live = job.live
+    return _timed(job.args, "load", folder, load_checkpoint, live.model, live.optimizer, live.scheduler)
+
+
+def _timed(args, flag: str, folder: Path, action, *objects) -> float:
+    """Seconds of a checkpoint action whose folder is the argument `flag`."""
+    kept = getattr(args, flag)
+    setattr(args, flag, str(folder))
     dist.barrier()
     start = time.perf_counter()
     try:
         with quiet():
-            load_checkpoint(live.model, live.optimizer, live.scheduler, checkpointing_context={})
+            action(*objects, checkpointing_context={})
     finally:
-        args.load = kept
+        setattr(args, flag, kept)
     return time.perf_counter() - start
 
 

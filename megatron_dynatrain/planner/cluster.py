@@ -36,41 +36,33 @@ class Cluster:
         node over the link of each GPU, sent and received apart.
         """
         links = [(seconds.max(initial=0.0), int(seconds.argmax()) if seconds.size else 0, what, does)
-                 for what, does, seconds in self._busy(plan, np.zeros(len(plan), np.int64))]
+                 for what, does, seconds in self._busy(plan)]
         seconds, number, what, does = max(links, key=lambda link: link[0], default=(0.0, 0, "", ""))
         return float(seconds), f"{what} {number} {does}" if seconds else "nothing moves"
 
     def estimate(self, plan: Plan) -> float:
-        """Seconds that the transfer of a plan takes, about: the busiest link of each batch, one batch after the other, the starts
-        of the windows of one rank, and for packing, unpacking and local copies one reading and one writing of each byte.
+        """Seconds that the transfer of a plan takes, about: the bound, the starts of the windows of the rank that walks most, and
+        one reading and one writing of each byte for packing, unpacking and local copies, on the rank that has most to do.
 
-        Left out: building the new model, groups, data, and waiting for the slowest rank.
+        Left out: ranks that wait for one another, building the new model, groups, data.
         """
-        crosses = plan.crosses
-        busy = np.zeros(int(plan.batch.max(initial=-1)) + 1)
-        for _, _, seconds in self._busy(plan, plan.batch):
-            busy[: seconds.shape[0]] = np.maximum(busy[: seconds.shape[0]], seconds.max(axis=1, initial=0.0))
         size = _num_ranks(plan)
         touched = (np.bincount(plan.src_rank, plan.nbytes, size)
-                   + np.bincount(plan.dst_rank[crosses], plan.nbytes[crosses], size)).max(initial=0)
-        return float(busy.sum() + plan.num_windows * self.window_seconds + 2 * touched / self.gpu_memory_speed)
+                   + np.bincount(plan.dst_rank[plan.crosses], plan.nbytes[plan.crosses], size)).max(initial=0)
+        return self.bound(plan)[0] + plan.num_windows * self.window_seconds + float(2 * touched / self.gpu_memory_speed)
 
-    def _busy(self, plan: Plan, window: np.ndarray):
-        """(kind of link, direction, seconds [num_windows, num_links]) of every kind of link and direction, for copies that are
-        in `window`, int64 [num_copies]."""
-        crosses = plan.crosses
-        window, nbytes = window[crosses], plan.nbytes[crosses]
-        src, dst = plan.src_rank[crosses], plan.dst_rank[crosses]
+    def _busy(self, plan: Plan):
+        """(kind of link, direction, seconds [num_links]) of every kind of link and direction."""
+        nbytes, src, dst = (column[plan.crosses] for column in (plan.nbytes, plan.src_rank, plan.dst_rank))
         outside = src // self.gpus_per_node != dst // self.gpus_per_node
-        num_windows, num_ranks = int(window.max(initial=-1)) + 1, _num_ranks(plan)
+        num_ranks = _num_ranks(plan)
         num_nodes = -(-num_ranks // self.gpus_per_node)
         for what, does, rows, link, num_links, speed in (
                 ("the network of node", "sends", outside, src // self.gpus_per_node, num_nodes, self.node_link),
                 ("the network of node", "receives", outside, dst // self.gpus_per_node, num_nodes, self.node_link),
                 ("NVLink of rank", "sends", ~outside, src, num_ranks, self.nvlink),
                 ("NVLink of rank", "receives", ~outside, dst, num_ranks, self.nvlink)):
-            sums = np.bincount(window[rows] * num_links + link[rows], nbytes[rows], num_windows * num_links)
-            yield what, does, sums.reshape(num_windows, num_links) / speed
+            yield what, does, np.bincount(link[rows], nbytes[rows], num_links) / speed
 
 
 def _num_ranks(plan: Plan) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_dynatrain.config import parse_layout
 from megatron_dynatrain.errors import ConfigError, DynaTrainError, LayoutRefused
+from megatron_dynatrain.flags import positive
 from megatron_dynatrain.layout import LAUNCH, Layout
 from megatron_dynatrain.planner import model_file, survey
 from megatron_dynatrain.planner.cluster import Cluster
@@ -37,11 +38,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                       "script a change of the launch's, which is the default")
     what.add_argument("--to", dest="dst", metavar="LAYOUT", required=True, help="the layout after; what it leaves out stays "
                       "as in the launch")
-    what.add_argument("--world-size", type=_positive, required=True, metavar="N", help="number of ranks")
-    what.add_argument("--staging-bytes", type=_positive, default=DEFAULT_STAGING_BYTES, metavar="N", help="what a rank packs "
-                      "for sending, and for receiving, at a time: transfer.staging_bytes of a job (%(default)s)")
+    what.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks")
+    what.add_argument("--staging-bytes", type=positive, default=DEFAULT_STAGING_BYTES, metavar="N", help="scratch of a "
+                      "rank: transfer.staging_bytes of a job (%(default)s)")
     links = parser.add_argument_group("the cluster")
-    links.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="neighbouring ranks that share a node "
+    links.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="neighbouring ranks that share a node "
                        "(%(default)s)")
     links.add_argument("--link-gbps", type=_speed, default=200.0, metavar="X", help="network across nodes in Gb/s for each GPU "
                        "and direction; a node has gpus-per-node times as much, which its GPUs share (%(default)s)")
@@ -56,16 +57,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", metavar="FILE", help="write the numbers")
     out.add_argument("--plot", metavar="FOLDER", nargs="?", const="plots", help="draw pictures (into %(const)s)")
     how = parser.add_argument_group("how")
-    how.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes that describe ranks, "
+    how.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes that describe ranks, "
                      "about 1 GB each (%(default)s)")
     how.add_argument("--cache", metavar="FOLDER", help="where descriptions are kept (~/.cache/megatron_dynatrain/worlds)")
     how.add_argument("--no-cache", action="store_true", help="describe anew and keep nothing")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} was given, but a whole number from 1 is expected, such as 8")
-    return int(text)
 
 
 def _speed(text: str) -> float:

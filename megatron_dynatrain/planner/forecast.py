@@ -83,8 +83,9 @@ def forecast(src: Survey, dst: Survey, cluster: Cluster, staging_bytes: int) -> 
     one_rank_seconds = time.perf_counter() - started
     sent, received = plan.rank_bytes("src"), plan.rank_bytes("dst")
     bound_seconds, bound_by = cluster.bound(plan)
-    return Forecast(plan, balance, src, dst, cluster, seconds, one_rank_seconds, sent, received, peak_bytes(src, dst, staging_bytes),
-                    _by_field(plan), len(plan.messages[0]), bound_seconds, bound_by, cluster.estimate(plan))
+    return Forecast(plan, balance, src, dst, cluster, seconds, one_rank_seconds, sent, received,
+                    peak_bytes(src, dst, staging_bytes), _by_field(plan), len(plan.messages[0]), bound_seconds, bound_by,
+                    cluster.estimate(plan))
 
 
 def spread(values: np.ndarray) -> dict[str, int]:

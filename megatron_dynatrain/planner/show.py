@@ -19,9 +19,9 @@ def show(found: Forecast, src: Layout, dst: Layout, console: Console) -> None:
     console.print(
         f"bound and estimate: {cluster.gpus_per_node} GPUs a node; {in_bytes(cluster.gpu_link)}/s of network for each GPU, "
         f"{in_bytes(cluster.node_link)}/s for a node, shared; {in_bytes(cluster.nvlink)}/s for each GPU inside a node. "
-        "The bound is the busiest link at full speed. The estimate adds, batch by batch, the busiest link of each, "
-        f"{cluster.window_seconds * 1e6:.0f} us to start it, and packing at {in_bytes(cluster.gpu_memory_speed)}/s; building "
-        "the new model, groups and data is not in it. Computed, not measured.", style="dim")
+        "The bound is the busiest link at full speed. The estimate adds "
+        f"{cluster.window_seconds * 1e6:.0f} us to start each window, and packing at {in_bytes(cluster.gpu_memory_speed)}/s; "
+        "ranks that wait for one another, and building the new model, groups and data, are not in it. Computed, not measured.", style="dim")
     if len(found.too_large):
         ranks = found.too_large
         console.print(
