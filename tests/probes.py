@@ -175,8 +175,8 @@ def corrupt(rank, folder, on_rank, piece):
     record(rank, folder)
     execute = controller.execute
 
-    def faulty(plan, own_rank, src_storages, dst_storages):
-        received = execute(plan, own_rank, src_storages, dst_storages)
+    def faulty(plan, own_rank, src_storages, dst_storages, *args):
+        received = execute(plan, own_rank, src_storages, dst_storages, *args)
         if own_rank == on_rank:
             dst_storages[piece].view(torch.int32)[3] ^= 1 << 20
         controller.execute = execute
