@@ -315,39 +315,42 @@ def wandb(rank, folder):
     record(rank, folder)
 
 
-def count_memory(rank, folder):
-    """For every switch: the bytes of all tensors of models, gradients and optimizers before and after it, and the most that the
-    allocator held beyond what it held before it, counted from its own events."""
-    import gc
-
+def count_memory(rank, folder, last):
+    """What the allocator had given out when each switch began and ended, and at most in between, by its own events, which are
+    recorded from before the model is there. Ends the job after iteration `last`."""
     import torch
-    from megatron_dynatrain import session as sessions
-    from torch.profiler import ProfilerActivity, profile
+    from megatron.training import training
+    from megatron_dynatrain import controller
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     record(rank, folder)
-    session = sessions.current()
-    switch = type(session).switch
+    switch, step = controller.Controller.switch, training.train_step
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler.start()
 
-    def held():
-        gc.collect()
-        live, storages = session.job.live, {}
-        tensors = [t for chunk in live.model for t in [*chunk.parameters(), *(buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)]]
-        for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
-            tensors += [t for group in part.optimizer.param_groups for t in group["params"]]
-            tensors += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        for tensor in tensors:
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return sum(storages.values())
+    def marked_switch(self, target, *args):
+        torch.distributed.barrier()
+        with record_function("switch"):
+            return switch(self, target, *args)
 
-    def counted_switch(self, iteration):
-        before = held()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            switch(self, iteration)
-        level = peak = 0
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            level += event.nbytes()
-            peak = max(peak, level)
-        write(folder, "memory", rank, before=before, after=held(), peak=before + peak, left=level)
+    def train_step(*args, **kwargs):
+        if kwargs.get("iteration", args[-1]) == last:
+            profiler.stop()
+            write_levels()
+            torch.distributed.barrier()
+            os._exit(0)
+        return step(*args, **kwargs)
 
-    type(session).switch = counted_switch
+    def write_levels():
+        events = profiler.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type().name == "CPU")
+        for begin, end in sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == "switch"):
+            before = sum(nbytes for at, nbytes in changes if at < begin)
+            level = peak = before
+            for at, nbytes in changes:
+                if begin <= at <= end:
+                    level += nbytes
+                    peak = max(peak, level)
+            write(folder, "memory", rank, before=before, peak=peak, after=level)
+
+    controller.Controller.switch, training.train_step = marked_switch, train_step

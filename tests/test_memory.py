@@ -24,8 +24,11 @@ LARGE = {"num-layers": 8, "hidden-size": 256, "ffn-hidden-size": 512, "bf16": Tr
 def test_a_switch_stays_within_the_larger_state_and_the_budget(jobs, tmp_path, arguments, bounded):
     verify = bounded.get("verify", "off")
     result = jobs.run(tmp_path, 4, {**LARGE, **arguments},
-                      {"layouts": LAYOUTS, "schedule": [{"at_iteration": 2, "layout": name} for name in ROUTE], "verify": verify,
+                      {"layouts": LAYOUTS, "schedule": [{"at_iteration": i, "layout": name} for i, name in enumerate(ROUTE, 1)], "verify": verify,
                        "transfer": {"staging_bytes": STAGING, "keep_old_state": bounded.get("keep_old_state")}},
-                      probe="probes:count_memory", timeout=300).assert_ok()
-    print(result.records("memory"))
+                      probe="probes:count_memory", last=len(ROUTE) + 1, timeout=300).assert_ok()
+    records = result.records("memory")
+    assert len(records) == 4 * len(ROUTE)
+    for record in records:
+        print(record, round((record["peak"] - STAGING) / max(record["before"], record["after"]), 3))
     assert 0
