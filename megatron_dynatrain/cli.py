@@ -3,6 +3,9 @@
     check      print the support matrix: what can be switched, what is refused and why
     plan       plan a switch on a cluster of any size, without one
     bench      measure switches on this machine, beside what they could cost at best and what they replace
+    request    ask a running job for a switch
+    status     say what the job of a run directory is doing
+    cancel     take a request back
 """
 
 import argparse
@@ -10,6 +13,7 @@ import sys
 
 from megatron_dynatrain.bench import command as bench
 from megatron_dynatrain.planner import command as planner
+from megatron_dynatrain.run_dir import commands as run_dir
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,6 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     measuring = commands.add_parser("bench", help="measure switches on this machine", allow_abbrev=False)
     bench.add_flags(measuring)
     measuring.set_defaults(run=bench.run)
+    run_dir.add_flags(commands)
     flags = parser.parse_args(arguments[:at])
     flags.script = arguments[at + 1:]
     sys.exit(flags.run(flags))
