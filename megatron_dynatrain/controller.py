@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_dynatrain import memory
 from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, together
 from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError
@@ -27,7 +28,7 @@ from megatron_dynatrain.transfer import Checksums, compare_bits, execute
 @dataclass(slots=True)
 class SwitchReport:
     """What there is to say of one switch. Times in seconds on this rank; `stall_seconds` is set when the first new step
-    starts."""
+    starts. peak_memory_bytes: the most that any rank held during the switch, None where the system does not say it."""
 
     iteration: int
     src: str
@@ -40,6 +41,7 @@ class SwitchReport:
     started: float
     phases: dict[str, float] = field(default_factory=dict)
     stall_seconds: float = 0.0
+    peak_memory_bytes: int | None = None
 
     @contextmanager
     def phase(self, name: str):
@@ -57,7 +59,7 @@ class SwitchReport:
                 "phases": {name: round(seconds, 6) for name, seconds in self.phases.items()},
                 "moved_bytes": totals.moved_bytes, "minimum_bytes": totals.minimum_bytes, "local_bytes": totals.local_bytes,
                 "max_rank_bytes": totals.max_rank_bytes, "balanced_max_rank_bytes": totals.balanced_max_rank_bytes,
-                "staging_bytes": self.plan.staging_bytes, "windows": totals.num_windows, "copies": totals.num_copies,
+                "staging_bytes": self.plan.staging_bytes, "peak_memory_bytes": self.peak_memory_bytes, "windows": totals.num_windows, "copies": totals.num_copies,
                 "verify": self.verify, "plan_hash": self.plan.digest}
 
 
@@ -73,6 +75,11 @@ class Controller:
     @property
     def rank(self) -> int:
         return dist.get_rank()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the current layout: {'TP': 2, 'PP': 2, 'DP': 2}."""
+        return _sizes(self.job.args)
 
     def start(self) -> None:
         """Describe the launch layout, check and describe all declared ones, make their groups and the scheduled plans.
@@ -152,6 +159,7 @@ class Controller:
         dst = self.registry.find(target)
         report = SwitchReport(iteration, src.name, dst.name, _sizes(self.job.args), {}, plan,
                               self.registry.totals[src.name, dst.name], self.config.verify, started)
+        memory.forget_peak()
         report.phases["leave"] = start - started
         report.phases["prepare"] = time.perf_counter() - start
         try:
@@ -166,6 +174,7 @@ class Controller:
             raise
         with report.phase("finish"):
             self.job.commit(iteration)
+            report.peak_memory_bytes = max((peak for peak in gather(memory.peak_bytes()) if peak is not None), default=None)
         report.dst_sizes = _sizes(self.job.args)
         self.current = dst.name
         self._forget_unless_declared(src)
@@ -232,7 +241,9 @@ def _same_state(differences: list[str], job, carried) -> None:
 
 def _sizes(args) -> dict[str, int]:
     """The sizes of a layout for people, from Megatron's live arguments."""
-    names = {"TP": "tensor_model_parallel_size", "PP": "pipeline_model_parallel_size", "CP": "context_parallel_size",
-             "EP": "expert_model_parallel_size", "DP": "data_parallel_size"}
-    return {short: getattr(args, name) for short, name in names.items()
-            if short in ("TP", "PP", "DP") or getattr(args, name) != 1}
+    sizes = {"TP": args.tensor_model_parallel_size, "PP": args.pipeline_model_parallel_size,
+             "VPP": args.virtual_pipeline_model_parallel_size or 1, "CP": args.context_parallel_size,
+             "EP": args.expert_model_parallel_size, "ETP": args.expert_tensor_parallel_size, "DP": args.data_parallel_size}
+    if args.num_experts is None or sizes["ETP"] in (None, sizes["TP"]):
+        del sizes["ETP"]
+    return {name: size for name, size in sizes.items() if name in ("TP", "PP", "ETP", "DP") or size != 1}

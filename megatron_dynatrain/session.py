@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_dynatrain.config import Config, ScheduledSwitch
+from megatron_dynatrain.consensus import together
 from megatron_dynatrain.controller import Controller, SwitchReport
 from megatron_dynatrain.errors import ConfigError, DynaTrainError, TransferError
 from megatron_dynatrain.layout import Layout
@@ -39,6 +40,7 @@ class Session:
         self._report = Report(None)
         self._requests: Requests | None = None
         self._left_at = 0.0
+        self._step_began = 0.0
 
     @property
     def active(self) -> bool:
@@ -58,8 +60,10 @@ class Session:
         self.controller = Controller(self.job, Registry(self.config.layouts), self.config)
         self.controller.start()
         is_writer = dist.get_rank() == dist.get_world_size() - 1  # where Megatron's own writers are
-        self._report = Report(self.config.report if is_writer else None)
-        self._report.event("start", iteration=iteration, world_size=dist.get_world_size(),
+        self._report = together(ConfigError, f"`dynatrain.report`: {self.config.report} cannot be written; give a path on "
+                                "storage that the last rank can write to", Report, self.config.report if is_writer else None)
+        self._report.event("start", iteration=iteration, world_size=dist.get_world_size(), train_iters=train_iters,
+                           layout=self.controller.current, sizes=self.controller.sizes,
                            layouts={name: entry.layout.arguments() for name, entry in
                                     self.controller.registry.entries.items()},
                            schedule=[[switch.at_iteration, switch.layout] for switch in self.config.schedule])
@@ -128,6 +132,7 @@ class Session:
 
     def close_report(self) -> None:
         """The first new step starts now, or the next switch, or the end: the stall is over."""
+        self.step_begins()
         report, self.open_report = self.open_report, None
         if report is None:
             return
@@ -135,9 +140,10 @@ class Session:
         report.phases["resume"] = max(report.stall_seconds - sum(report.phases.values()), 0.0)
         self._report.event("switch", **report.event())
         src, dst = (f"{name} ({in_sizes(sizes)})" for name, sizes in ((report.src, report.src_sizes), (report.dst, report.dst_sizes)))
+        peak = "" if report.peak_memory_bytes is None else f", peak memory of a rank {in_bytes(report.peak_memory_bytes)}"
         self._say(f"after iteration {report.iteration}: {src} -> {dst}, stall {report.stall_seconds:.3f} s, moved "
-                  f"{in_bytes(report.totals.moved_bytes)} (minimum {in_bytes(report.totals.minimum_bytes)}), verify {report.verify}")
-        self._say("phases: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases.items()))
+                  f"{in_bytes(report.totals.moved_bytes)} (minimum {in_bytes(report.totals.minimum_bytes)}), verify "
+                  f"{report.verify}{peak}", *_phase_lines(report))
         for hook in self.after_switch:
             hook(report)
 
@@ -145,14 +151,29 @@ class Session:
     def reports_steps(self) -> bool:
         return self.active and self.config.report_steps
 
+    def step_begins(self) -> None:
+        """The next step starts now, or, where it is not the first one of a layout, is the next thing to come."""
+        self._step_began = time.perf_counter()
+
     def step(self, **fields) -> None:
-        """A logged step, for the report."""
-        self._report.event("step", **fields)
+        """A step that is complete, for the report."""
+        self._report.event("step", seconds=round(time.perf_counter() - self._step_began, 6), **fields)
+
+    def end(self, iteration: int, error: BaseException | None = None) -> None:
+        """Training ends, after `iteration` or by `error`. Not collective."""
+        self._report.event("end", iteration=iteration, error=None if error is None else type(error).__name__)
 
     @staticmethod
-    def _say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(f"[dynatrain] {text}", flush=True)
+    def _say(*lines: str) -> None:
+        if dist.get_rank() == 0:  # in one piece: other ranks write to the same terminal
+            print("".join(f"[dynatrain] {line}\n" for line in lines), end="", flush=True)
+
+
+def _phase_lines(report: SwitchReport) -> list[str]:
+    """One line for each phase of a switch: its time, its part of the stall."""
+    return [f"  {name:<9} {seconds:9.3f} s {100 * seconds / report.stall_seconds:4.0f} %"
+            + (f"  busiest rank {in_bytes(report.totals.max_rank_bytes)}, {report.totals.num_windows} windows"
+               if name == "transfer" else "") for name, seconds in report.phases.items()]
 
 
 def _name(target: str | Layout) -> str:

@@ -302,7 +302,7 @@ def freeze(rank, folder, part):
 
 
 def wandb(rank, folder):
-    """Stand in for the wandb package: what is logged is written down, with the step."""
+    """Stand in for the wandb package: what is logged is written down, with the step; of switches the values, too."""
     import sys
     import types
 
@@ -310,6 +310,8 @@ def wandb(rank, folder):
     module.init = lambda **kwargs: None
     module.finish = lambda: write(folder, "wandb", rank, finished=True)
     module.config = types.SimpleNamespace(update=lambda values, **kwargs: None)
-    module.log = lambda values, step=None, **kwargs: write(folder, "wandb", rank, step=step, names=sorted(values))
+    module.log = lambda values, step=None, **kwargs: write(
+        folder, "wandb", rank, step=step, names=sorted(values),
+        switch={name: value for name, value in values.items() if name.startswith("dynatrain/")})
     sys.modules["wandb"] = module
     record(rank, folder)

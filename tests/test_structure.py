@@ -21,12 +21,14 @@ PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
 WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
               "consensus": (),
               "device_map": (),
+              "memory": (),
               "registry": ("errors", "layout", "planning", "space"),
               "requests": ("layout", "consensus", "errors"),
-              "controller": ("config", "consensus", "errors", "layout", "planning", "registry", "space", "transfer"),
+              "controller": ("config", "consensus", "errors", "layout", "memory", "planning", "registry", "space",
+                             "transfer"),
               "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests"),
-              "bench": ("bench", "flags", "geometry", "import_hooks", "launch", "megatron", "planning", "report", "session",
-                        "space", "transfer")}
+              "bench": ("bench", "flags", "geometry", "import_hooks", "launch", "megatron", "memory", "planning", "report",
+                        "session", "space", "transfer")}
 WITH_MEGATRON = {"megatron", "cpu", "launch", "cli", "__main__", ""}  # "" is the package's __init__
 
 
