@@ -74,6 +74,11 @@ class Agenda:
             return 0
         return min([switch.at_iteration for switch in self._schedule[:1]] + [at for at, _ in self._asked], default=NEVER)
 
+    @property
+    def schedule(self) -> list[tuple[int, str]]:
+        """What is still to come of the schedule: [(iteration, layout), ...]."""
+        return [(switch.at_iteration, switch.layout) for switch in self._schedule]
+
     def hear(self, message: Message, iteration: int) -> list[Dropped]:
         """Take note of a message that all ranks have at the end of `iteration`; what is dropped for it."""
         match message:

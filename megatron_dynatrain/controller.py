@@ -53,14 +53,42 @@ class SwitchReport:
 
     def event(self) -> dict:
         """The fields of the event in report.jsonl."""
-        totals = self.totals
         return {"iteration": self.iteration, "from": self.src, "to": self.dst, "from_sizes": self.src_sizes,
                 "to_sizes": self.dst_sizes, "stall_seconds": round(self.stall_seconds, 6),
                 "phases": {name: round(seconds, 6) for name, seconds in self.phases.items()},
-                "moved_bytes": totals.moved_bytes, "minimum_bytes": totals.minimum_bytes, "local_bytes": totals.local_bytes,
-                "max_rank_bytes": totals.max_rank_bytes, "balanced_max_rank_bytes": totals.balanced_max_rank_bytes,
-                "staging_bytes": self.plan.staging_bytes, "peak_memory_bytes": self.peak_memory_bytes, "windows": totals.num_windows, "copies": totals.num_copies,
-                "verify": self.verify, "plan_hash": self.plan.digest}
+                **_amounts(self.plan, self.totals), "peak_memory_bytes": self.peak_memory_bytes, "verify": self.verify,
+                "plan_hash": self.plan.digest}
+
+
+def _amounts(plan: Plan, totals: Totals) -> dict[str, int]:
+    """What a switch moves, in numbers."""
+    return {"moved_bytes": totals.moved_bytes, "minimum_bytes": totals.minimum_bytes, "local_bytes": totals.local_bytes,
+            "max_rank_bytes": totals.max_rank_bytes, "balanced_max_rank_bytes": totals.balanced_max_rank_bytes,
+            "staging_bytes": plan.staging_bytes, "windows": totals.num_windows, "copies": totals.num_copies}
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCost:
+    """What a switch would move, known before it is made. Bytes over all ranks, unless said otherwise.
+
+    moved_bytes cross between ranks; minimum_bytes have to in any plan; local_bytes are copied within ranks. max_rank_bytes: the most
+    that one rank sends or receives; balanced_max_rank_bytes: the same of an ideally balanced plan. staging_bytes: scratch of a
+    rank. windows: the most that one rank walks. last_stall_seconds: how long training stood still when this job last made this
+    switch, on this rank; None if it has not made it. All are 0 where src is dst.
+    """
+
+    src: str
+    dst: str
+    moved_bytes: int = 0
+    minimum_bytes: int = 0
+    local_bytes: int = 0
+    max_rank_bytes: int = 0
+    balanced_max_rank_bytes: int = 0
+    staging_bytes: int = 0
+    windows: int = 0
+    copies: int = 0
+    plan_hash: str = ""
+    last_stall_seconds: float | None = None
 
 
 class Controller:
@@ -71,6 +99,7 @@ class Controller:
         self.registry = registry
         self.config = config
         self.current = LAUNCH
+        self._considered: Entry | None = None  # the undeclared layout whose cost was asked for last
 
     @property
     def rank(self) -> int:
@@ -118,6 +147,26 @@ class Controller:
             raise
         self.job.make_groups(entry.name)
         return plan
+
+    def cost(self, target: str | Layout) -> SwitchCost:
+        """What a switch to `target` would cost now. Changes nothing that trains; what it finds out is kept for the switch.
+
+        Raises LayoutRefused, ConfigError or SpaceError, on every rank.
+        """
+        entry = together(LayoutRefused, "the cost cannot be told", self.registry.find, target)
+        if entry.name == self.current:
+            return SwitchCost(self.current, entry.name)
+        if self._considered is not None and self._considered.name not in (entry.name, self.current):
+            self._forget_unless_declared(self._considered)
+        self._considered = None if entry.declared else entry
+        try:
+            self._describe(entry)
+            plan = self._plan(self.registry.entries[self.current], entry)
+        except (LayoutRefused, SpaceError):
+            self._forget_unless_declared(entry)
+            raise
+        return SwitchCost(self.current, entry.name, plan_hash=plan.digest,
+                          **_amounts(plan, self.registry.totals[self.current, entry.name]))
 
     def _describe(self, entry: Entry) -> None:
         if entry.world is not None:
@@ -181,9 +230,11 @@ class Controller:
         return report
 
     def _forget_unless_declared(self, entry: Entry) -> None:
-        if not entry.declared:
+        if not entry.declared and entry.name in self.registry.entries:
             self.job.forget(entry.name)
             self.registry.forget(entry.name)
+        if entry is self._considered:
+            self._considered = None
 
     def _move(self, plan: Plan, dst: Entry, report: SwitchReport) -> None:
         """Everything of a switch that can still be taken back."""

@@ -239,6 +239,7 @@ def with_current_objects(session, original):
 def watch_boundary(session, original):
     @functools.wraps(original)
     def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, *args, **kwargs):
+        session.iteration = iteration
         if original(model, optimizer, opt_param_scheduler, iteration, *args, **kwargs):
             return True
         if iteration >= session.boundary and session.at_boundary(iteration):

@@ -5,25 +5,41 @@ answers through a queue; a file system that hangs, fills or vanishes stops this 
 twentieths of the time.
 """
 
+import os
 import queue
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from megatron_dynatrain.agenda import Cancel, Message, Switch, too_late
+from megatron_dynatrain.config import Config
 from megatron_dynatrain.layout import LAUNCH, nearest
 from megatron_dynatrain.run_dir.files import Answer, CancelFile, RequestFile, RunDir, Status, Unreadable, is_id, read
-from megatron_dynatrain.run_dir.ownership import who
+from megatron_dynatrain.run_dir.ownership import claim, this_process, who
 
 _TICK_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 1.0
 _GRACE_SECONDS = 2.0  # how long a file that does not read may still be on its way, if it was not published by a rename
 _REST = 19  # times as long as a look took
 _FILES_A_LOOK = 32
+
+
+def watch(config: Config, world_size: int, train_iters: int, layout: str, sizes: dict[str, int],
+          iteration: Callable[[], int]) -> "Watcher":
+    """Take `config.run_dir` for this job and look after it from now on. On one rank. Raises ConfigError."""
+    run_dir, now = RunDir(config.run_dir), round(time.time(), 3)
+    status = Status(
+        run=uuid.uuid4().hex, state="starting", **this_process(), job=os.environ.get("SLURM_JOB_ID"), world_size=world_size,
+        started=now, time=now, iteration=iteration(), train_iters=train_iters, layout=layout, sizes=sizes,
+        layouts={name: layout.arguments() for name, layout in config.layouts.items()},
+        schedule=[(switch.at_iteration, switch.layout) for switch in config.schedule], pending=[])
+    claim(run_dir, status)
+    return Watcher(run_dir, status, iteration)
 
 
 class Watcher:
@@ -63,10 +79,11 @@ class Watcher:
         """Set fields of the status."""
         self._inbox.put(fields)
 
-    def close(self, reason: str, timeout: float = 5.0, **fields) -> None:
-        """The job ends: answer every request with `reason`, set the last status. Waits for it `timeout` seconds at most."""
-        self.update(state="ended", **fields)
-        self._inbox.put(reason)
+    def close(self, answer: str, reason: str | None, timeout: float = 5.0) -> None:
+        """The job ends: answer every request that is left with 'expired', `answer` saying why; `reason` is that of a failure, for
+        the status. Waits for it `timeout` seconds at most."""
+        self.update(state="ended", reason=reason)
+        self._inbox.put(answer)
         self._thread.join(timeout)
 
     # The thread.
