@@ -2,15 +2,17 @@
 
     torchrun ... -m megatron_dynatrain.launch pretrain_gpt.py <Megatron arguments> --dynatrain-config switch.yaml
 
-From Python, within training: `megatron_dynatrain.reconfigure("deep")`. Importing this package loads neither torch nor
-Megatron.
+From Python, within training: `megatron_dynatrain.reconfigure("deep")`, and `plan`, `current_layout`, `on_switch`
+(scripts/phases.py uses them all). From outside: `python -m megatron_dynatrain request`. Importing this package loads neither
+torch nor Megatron.
 """
 
 from typing import NamedTuple
 
 __version__ = "0.1.0"
 
-__all__ = ["CurrentLayout", "Layout", "current_layout", "on_switch", "plan", "reconfigure", "__version__"]
+__all__ = ["CurrentLayout", "Layout", "SwitchCost", "SwitchReport", "current_layout", "on_switch", "plan", "reconfigure",
+           "__version__"]
 
 
 class CurrentLayout(NamedTuple):
@@ -99,4 +101,8 @@ def __getattr__(name):
         from megatron_dynatrain.layout import Layout
 
         return Layout
+    if name in ("SwitchCost", "SwitchReport"):  # these load torch
+        from megatron_dynatrain import controller
+
+        return getattr(controller, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

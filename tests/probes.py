@@ -315,3 +315,23 @@ def wandb(rank, folder):
         switch={name: value for name, value in values.items() if name.startswith("dynatrain/")})
     sys.modules["wandb"] = module
     record(rank, folder)
+
+
+def hold(rank, folder, at):
+    """Before the step of each iteration in `at` wait until the file go.<iteration> is there: time for requests from outside."""
+    import time
+
+    from megatron.training import get_args, training
+
+    record(rank, folder)
+    step = training.train_step
+
+    def train_step(*args, **kwargs):
+        now = get_args().curr_iteration + 1
+        if now in at:
+            (folder / f"held.{now}.{rank}").touch()
+            while not (folder / f"go.{now}").exists():
+                time.sleep(0.01)
+        return step(*args, **kwargs)
+
+    training.train_step = train_step

@@ -100,7 +100,7 @@ class Watcher:
                 self._warn(error)
             except Exception as error:  # a fault of ours must not end the answers
                 self._warn(error)
-            if self._end_reason is not None:
+            if self._end_reason is not None and not self._in_trouble:
                 return
             self._listen(max(_TICK_SECONDS, _REST * (time.monotonic() - start)))
 
