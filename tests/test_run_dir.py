@@ -525,3 +525,159 @@ def test_a_wrong_command_line_is_explained_and_files_nothing(job, words, message
 def test_help_lists_the_exit_codes(name):
     code, out, _ = command(name, "--help")
     assert code == 0 and "exit codes:" in out and "--run-dir" in out and "--json" in out
+
+
+# Real jobs.
+
+class Running:
+    """A job that trains in the background and stops before certain iterations until it is told to go on."""
+
+    def __init__(self, jobs, folder, holds, arguments, settings, world_size=4, **more):
+        self.folder, self.run_dir, self.holds, self.world_size = folder, RunDir(settings["run_dir"]), holds, world_size
+        self._pool = ThreadPoolExecutor(1)
+        self._result = self._pool.submit(jobs.run, folder, world_size, arguments, {"report": None, **settings}, at=holds,
+                                         **{"probe": "probes:hold", **more})
+
+    def held(self, iteration):
+        """Wait until every rank is about to start `iteration`."""
+        until(lambda: self._result.done() or all((self.folder / f"held.{iteration}.{rank}").exists()
+                                                 for rank in range(self.world_size)), f"iteration {iteration}", 120)
+        assert not self._result.done(), self._result.result().assert_ok()
+
+    def go(self, iteration):
+        (self.folder / f"go.{iteration}").touch()
+
+    def ask(self, *words):
+        """File a request with the command and see it taken by the job; its ID."""
+        code, out, err = command("request", "--run-dir", self.run_dir.path, "--json", "--layout", *words)
+        assert code == 0, err
+        request_id = json.loads(out)["id"]
+        until(lambda: request_id in self.run_dir.read_status().pending or self.run_dir.read_answer(request_id))
+        return request_id
+
+    def answer(self, request_id):
+        return until(lambda: self._result.done() or self.run_dir.read_answer(request_id), seconds=60) and (
+            self.run_dir.read_answer(request_id))
+
+    def result(self):
+        for iteration in self.holds:
+            self.go(iteration)
+        return self._result.result()
+
+
+def test_a_job_is_asked_from_outside(jobs, tmp_path):
+    arguments = {"tensor-model-parallel-size": 2, "train-iters": 40}
+    plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
+    job = Running(jobs, tmp_path / "asked", [3, 12, 40], arguments, {
+        "layouts": {"pipe": PIPE, "data": {"tensor_model_parallel_size": 1}}, "verify": "full", "run_dir": str(tmp_path / "run"),
+        "schedule": [{"at_iteration": 30, "layout": "launch"}]})
+    try:
+        job.held(3)
+        older, newer = job.ask("data"), job.ask("pipe")
+        job.go(3)
+        code, out, _ = command("request", "--run-dir", tmp_path / "run", "--layout", "pipe", "--at-iteration", "8", "--wait",
+                               "--json", "--timeout", "60")
+        unchanged = json.loads(out)
+        job.held(12)
+        status = until(lambda: (found := job.run_dir.read_status()).layout == "pipe" and found)
+        timed, twin, undone = job.ask("data", "--at-iteration", "20"), None, job.ask("pipe", "--at-iteration", "25")
+        refused = job.ask("tensor_model_parallel_size=3")
+        twin = job.ask("tensor_model_parallel_size=2,pipeline_model_parallel_size=2", "--at-iteration", "25")
+        (job.run_dir.requests / "hostile.json").write_text('{"layout": {"tensor_model_parallel_size": {"__reduce__": []}}}')
+        past = job.ask("pipe", "--at-iteration", "2")
+        (job.run_dir.cancels / f"{undone}.json").write_text("{}")
+        until(lambda: not job.run_dir.listed(job.run_dir.cancels))
+        job.go(12)
+        job.held(40)
+        last = job.ask("pipe")
+        assert job.run_dir.read_status().iteration in (38, 39)
+        job.go(40)
+    finally:
+        result = job.result()
+    result.assert_ok()
+    assert code == 0 and unchanged["answer"] == "unchanged" and unchanged["iteration"] == 8
+    assert (status.state, status.layout, status.sizes) == ("training", "pipe", {"TP": 1, "PP": 2, "DP": 2})
+    switches = result_events(job, "switch")
+    assert [(event["iteration"], event["from"], event["to"]) for event in switches[1:]] == [
+        (20, "pipe", "data"), (25, "data", "tensor_model_parallel_size=2, pipeline_model_parallel_size=2"),
+        (30, "tensor_model_parallel_size=2, pipeline_model_parallel_size=2", "launch")]
+    assert switches[0]["to"] == "pipe" and 3 <= switches[0]["iteration"] <= 5
+    # Two at once: the newer one, or both, one after the other, where a boundary came between them.
+    assert job.answer(older).answer == "superseded" and job.answer(older).by == newer
+    for request_id, event in ((newer, switches[0]), (timed, switches[1]), (twin, switches[2])):
+        answer = job.answer(request_id)
+        assert answer.answer == "done" and answer.request.run == status.run
+        assert set(answer.report) == set(event) - {"event", "time"}
+        same = ("iteration", "from", "to", "from_sizes", "to_sizes", "moved_bytes", "minimum_bytes", "plan_hash", "verify")
+        assert {name: answer.report[name] for name in same} == {name: event[name] for name in same}
+    assert job.answer(undone).answer == "cancelled"
+    assert job.answer(refused).answer == "refused" and "not divisible" in job.answer(refused).reason
+    assert job.answer("hostile").answer == "refused"
+    assert job.answer(past).answer == "expired" and "iteration 2 had passed" in job.answer(past).reason
+    assert job.answer(last).answer == "expired" and job.answer(last).reason == "the job ended after iteration 40"
+    assert [event["to"] for event in result_events(job, "expired")] == ["pipe"]
+    assert [event["to"] for event in result_events(job, "superseded")] == ["data"]
+    ended = job.run_dir.read_status()
+    assert (ended.state, ended.iteration, ended.layout, ended.pending) == ("ended", 40, "launch", [])
+    assert ended.last_switch["iteration"] == 30
+    # Training went on as if nothing had been asked.
+    assert sorted(result.steps) == list(range(1, 41)) and result.samples == plain.samples
+    for iteration, step in result.steps.items():
+        assert step["loss"] == pytest.approx(plain.steps[iteration]["loss"], rel=1e-4)
+
+
+def result_events(job, kind):
+    return [event for event in map(json.loads, (job.run_dir.path / "report.jsonl").read_text().splitlines())
+            if event["event"] == kind]
+
+
+def test_the_directory_of_a_job_vanishes_and_the_next_job_of_it_fails(jobs, tmp_path):
+    arguments = {"train-iters": 12}
+    settings = {"layouts": {"wide": {"tensor_model_parallel_size": 2}}, "run_dir": str(tmp_path / "run")}
+    job = Running(jobs, tmp_path / "first", [4, 8], arguments, settings, world_size=2)
+    try:
+        job.held(4)
+        away = tmp_path / "away"
+        (tmp_path / "run").rename(away)
+        (tmp_path / "run").write_text("in the way")
+        job.go(4)
+        job.held(8)  # it trains on
+        (tmp_path / "run").unlink()
+        until(lambda: job.run_dir.status.exists())
+        wide = job.ask("wide")
+        job.go(8)
+    finally:
+        result = job.result()
+    result.assert_ok()
+    assert job.answer(wide).answer == "done"
+    assert sorted(result.steps) == list(range(1, 13))
+    assert result.logs[0].count("cannot be used at the moment") == 1 == result.logs[0].count("works again")
+
+    job.run_dir.publish(job.run_dir.requests / "left.json", RequestFile(layout="wide", run=job.run_dir.read_status().run))
+    job = Running(jobs, tmp_path / "second", [4], arguments, settings, world_size=2, probe="probes:fail_at", iteration=5)
+    try:
+        job.held(4)
+        with pytest.raises(ConfigError, match="a job is running here already"):  # as a third would be told
+            Job(tmp_path / "run")
+        waiting = job.ask("wide", "--at-iteration", "9")
+        job.go(4)
+    finally:
+        result = job.result()
+    assert set(result.exit_codes) == {1}
+    assert job.answer("left").answer == "expired" and job.answer("left").reason == "it was filed before this job started"
+    assert job.answer(waiting).answer == "expired"
+    assert job.answer(waiting).reason == "the job failed after iteration 4 (RuntimeError)"
+    assert job.run_dir.read_status().state == "ended" and "a fault of the script" in job.run_dir.read_status().reason
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["not-a-directory", "another-job-is-there"])
+def test_a_run_directory_that_cannot_be_had_ends_the_job_on_every_rank_before_training(jobs, tmp_path, taken):
+    other = Job(tmp_path / "run") if taken else (tmp_path / "run").write_text("")
+    result = jobs.run(tmp_path / "job", 2, {}, {"run_dir": str(tmp_path / "run")})
+    if taken:
+        other.close()
+    assert 0 not in result.exit_codes and not result.steps
+    for log in result.logs:
+        last = log.strip().splitlines()[-1]
+        assert "ConfigError" in last and "`dynatrain.run_dir`" in last and "(on rank 0)" in last
+        assert ("a job is running here already" if taken else "cannot be made or written") in last
