@@ -130,10 +130,11 @@ class Watcher:
             self._end_reason = said
 
     def _look(self) -> None:
-        self._run_dir.mend()
-        self._check_ownership()
-        if self._lost:
-            return
+        if self._in_trouble or self._heartbeat_is_due:
+            self._run_dir.mend()
+            self._check_ownership()
+            if self._lost:
+                return
         if self._tell is not None or self._end_reason is not None:
             files = self._files()
             for path, kind in files if self._end_reason is not None else files[:_FILES_A_LOOK]:
@@ -143,8 +144,12 @@ class Watcher:
                 self._unwritten.setdefault(request_id, Answer(id=request_id, answer="expired", reason=self._end_reason,
                                                               iteration=self._iteration()))
         self._write_answers()
-        if self._changed or time.monotonic() - self._written_at >= _HEARTBEAT_SECONDS:
+        if self._changed or self._heartbeat_is_due:
             self._write_status()
+
+    @property
+    def _heartbeat_is_due(self) -> bool:
+        return time.monotonic() - self._written_at >= _HEARTBEAT_SECONDS
 
     def _files(self) -> list[tuple[Path, type]]:
         """Requests and cancellations that were not read yet, oldest first."""
