@@ -63,6 +63,16 @@ def scan(path: str | Path) -> tuple[list[dict], int]:
     return events, num_bad
 
 
+# In the order in which a switch goes through them; what a release adds comes after these.
+PHASES = ("leave", "prepare", "quiesce", "groups", "build", "transfer", "finish", "roll_back", "verify", "resume")
+
+
+def phase_names(phases_of_switches) -> list[str]:
+    """Every phase that occurs in an iterable of {phase: seconds}, in order."""
+    names = dict.fromkeys(name for phases in phases_of_switches for name in phases)
+    return [name for name in PHASES if name in names] + [name for name in names if name not in PHASES]
+
+
 def in_sizes(sizes: dict[str, int]) -> str:
     """{'TP': 2, 'PP': 2, 'DP': 2} -> 'TP2 PP2 DP2'."""
     return " ".join(f"{name}{size}" for name, size in sizes.items())

@@ -17,6 +17,7 @@ PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
         "config": ("errors", "layout"),
         "archive": ("geometry", "space"),
         "flags": (),
+        "timeline": ("errors", "report", "timeline"),
         "planner": ("archive", "config", "errors", "flags", "layout", "planner", "planning", "report", "space")}
 WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
               "consensus": (),
@@ -71,6 +72,7 @@ def test_the_rule_knows_every_module():
 @pytest.mark.parametrize("statement, absent", [
     ("import megatron_dynatrain; megatron_dynatrain.Layout", ("torch", "megatron")),
     ("import megatron_dynatrain.planning, megatron_dynatrain.config", ("torch", "megatron")),
+    ("import megatron_dynatrain.timeline.command, megatron_dynatrain.timeline.show", ("torch", "megatron")),
     ("import megatron_dynatrain.planner.command, megatron_dynatrain.planner.show", ("torch", "megatron")),
     ("import megatron_dynatrain.session, megatron_dynatrain.megatron.seams", ("megatron",)),
 ])

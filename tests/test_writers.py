@@ -95,6 +95,20 @@ def test_switches_are_in_tensorboard(switched):
                              (4, "deep (TP1 PP4 DP1) -> wide (TP4 PP1 DP1) after iteration 4")]}
 
 
+def test_nothing_is_written_during_a_stall(switched):
+    """Megatron writes its arguments, a text each, when its loop is entered; after a switch they come with the switch."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    path, = (switched.folder / "tensorboard").glob("events*")
+    written = [(value.tag, event.step) for event in EventFileLoader(str(path)).Load() for value in event.summary.value]
+    for iteration in (2, 4):
+        last = max(i for i, (tag, step) in enumerate(written) if step == iteration and tag == "optimizer-time")
+        switch = written.index(("dynatrain/layout/TP", iteration))
+        arguments = written.index(("tensor_model_parallel_size/text_summary", iteration))
+        first = written.index(("lm loss", iteration + 1))
+        assert last + 1 == switch < arguments < first
+
+
 def test_switches_are_in_wandb_in_the_order_that_it_takes(switched):
     records = [record for record in switched.records("wandb") if "step" in record]
     steps = [record["step"] for record in records]

@@ -14,12 +14,16 @@ _SIZES = ("TP", "PP", "VPP", "CP", "EP", "DP")  # always written, so that a curv
 
 
 class Writers:
-    """What is still to be written. `is_due` (something is to be written when the next step is
-    logged) and `has_times` are all that an idle step looks at."""
+    """What is still to be written.
+
+    is_due: something is, when the next step is logged. has_times: there are times of switches for `log_timers`. An idle step
+    looks at these two alone. later: calls of Megatron's own that write and can wait for that, too.
+    """
 
     def __init__(self):
         self.is_due = False
-        self.has_times = False  # of switches, for `log_timers`
+        self.has_times = False
+        self.later: list[Callable] = []
         self._reports: list = []
         self._timed: dict[str, None] = {}  # timers that are still to be logged, the same on all ranks
         self._warned: set[str] = set()
@@ -51,6 +55,9 @@ class Writers:
             src, dst = in_sizes(report.src_sizes), in_sizes(report.dst_sizes)
             self._write(report.iteration, scalars(report),
                         {"dynatrain/switch": f"{report.src} ({src}) -> {report.dst} ({dst}) after iteration {report.iteration}"})
+        for action in self.later:
+            self._guarded("TensorBoard", action)
+        self.later.clear()
         if first is None or iteration > reports[-1].iteration:  # training may end right after a switch
             self._write(iteration, _layout(sizes, names), {"dynatrain/layout": f"{name} ({in_sizes(sizes)})"})
 
