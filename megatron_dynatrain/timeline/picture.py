@@ -77,30 +77,45 @@ def draw(runs: list[Run], path: str | Path, over: str = "iteration") -> None:
 
 
 def _draw_layouts(axes, runs: list[Run], axis: _Axis) -> None:
-    """A band: which layout was trained when; stars where a switch did not come about."""
+    """A band: which layout was trained when; crosses where a switch was refused."""
     names = dict.fromkeys(stretch.name for run in runs for stretch in run.stretches)
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
-    spans = [(stretch, *axis.of_stretch(stretch)) for run in runs for stretch in run.stretches]
+    spans = _spans(runs, axis)
     left, right = min(begin for _, begin, _ in spans), max(end for _, _, end in spans)
     crowded = len(spans) > _MARKED
     for stretch, begin, end in spans:
         axes.axvspan(begin, end, color=colours[stretch.name], linewidth=0)
-        if (end - begin) > 0.012 * len(in_sizes(stretch.sizes) or stretch.layout) * (right - left) and not crowded:
-            axes.text((begin + end) / 2, 0.5, in_sizes(stretch.sizes) or stretch.layout, ha="center", va="center", fontsize=8,
-                      clip_on=True)
+        label = in_sizes(stretch.sizes) or stretch.layout
+        if end - begin > 0.007 * len(label) * (right - left) and not crowded:
+            axes.text((begin + end) / 2, 0.55, label, ha="center", va="center", fontsize=8, clip_on=True)
     refused = [event for run in runs for event in run.refused if event.kind]
     if refused:
-        axes.scatter([_place(axis, event) for event in refused], [0.5] * len(refused), marker="x", color="tab:red", zorder=3)
+        axes.scatter([_place(axis, event) for event in refused], [0.18] * len(refused), s=22, marker="x", color="tab:red",
+                     zorder=3)
     keys = [Patch(color=colour, label=name) for name, colour in list(colours.items())[:8]]
     if refused:
         keys.append(plt.Line2D([], [], marker="x", color="tab:red", linestyle="", label="a switch was refused"))
+    if len(runs) > 1:
+        keys.append(plt.Line2D([], [], color="tab:red", linestyle=":", label="the job was started again"))
     axes.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1.02), ncols=min(len(keys), 4), fontsize=8, frameon=False,
                 borderaxespad=0)
     axes.set_yticks([])
+    axes.set_ylim(0, 1)
     axes.set_ylabel("layout", rotation=0, ha="right", va="center")
     axes.tick_params(labelbottom=False)
     if right > left:
         axes.set_xlim(left, right)
+
+
+def _spans(runs: list[Run], axis: _Axis) -> list[tuple]:
+    """(stretch, begin, end) on the axis. What a later start trained again hides what was there before."""
+    spans, hidden_from = [], float("inf")
+    for run in reversed(runs):
+        for stretch in run.stretches:
+            begin, end = axis.of_stretch(stretch)
+            spans.append((stretch, begin, max(min(end, hidden_from), begin)))
+        hidden_from = min(hidden_from, axis.of_stretch(run.stretches[0])[0])
+    return spans
 
 
 def _place(axis: _Axis, event) -> float:
@@ -128,7 +143,7 @@ def _draw_steps(axes, runs: list[Run], axis: _Axis) -> None:
     if not times:
         return _say_nothing(axes)
     # The first step of a job may take as long as a thousand others; the others are what is looked at.
-    top = 1.3 * float(np.percentile(times, 98))
+    top = min(1.1 * max(times), 1.6 * float(np.percentile(times, 90)))
     beyond = sum(seconds > top for seconds in times)
     axes.set_ylim(0, top)
     if beyond:

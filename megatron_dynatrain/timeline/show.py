@@ -18,7 +18,7 @@ def show(runs: list[Run], num_bad: int, path: str, console: Console, list_all: b
         console.print(f"{path} holds no events of a run yet")
     for number, run in enumerate(runs, 1):
         if list_all or number > len(runs) - LISTED:
-            console.print(_run_line(run, f"start {number} of {len(runs)}: " if len(runs) > 1 else "", path))
+            console.print(_run_line(run, f"start {number} of {len(runs)}: " if len(runs) > 1 else "", path), soft_wrap=True)
     switches = [switch for run in runs for switch in run.switches]
     refused = [event for run in runs for event in run.refused]
     if runs:
@@ -31,6 +31,7 @@ def show(runs: list[Run], num_bad: int, path: str, console: Console, list_all: b
         _print(console, _phases(switches, console, one_by_one))
         seconds, part = summary.stalled(runs)
         share = "" if part is None else f", {100 * part:.2g} % of the time"
+        console.print()
         console.print(f"{len(switches)} {'switch' if len(switches) == 1 else 'switches'} stalled training for {_time(seconds)}{share}")
         if not one_by_one:
             console.print("--all lists every switch", style="dim")
@@ -39,7 +40,8 @@ def show(runs: list[Run], num_bad: int, path: str, console: Console, list_all: b
     if refused:
         _print(console, _refused(refused if list_all else refused[-LISTED:], console, len(refused)))
     if num_bad:
-        console.print(f"{num_bad} lines of the report are no whole events and were left out", style="dim")
+        lines = "1 line is no whole event and was" if num_bad == 1 else f"{num_bad} lines are no whole events and were"
+        console.print(f"{lines} left out", style="dim")
 
 
 def _print(console: Console, table: Table) -> None:
@@ -52,11 +54,13 @@ def _run_line(run: Run, which: str, path: str) -> str:
     ranks = f", {start.world_size} ranks" if start.world_size else ""
     began = f", began {datetime.fromtimestamp(start.time):%Y-%m-%d %H:%M:%S}" if start.time else ""
     of = f" of {start.train_iters}" if start.train_iters else ""
+    which_iterations = (f"iterations {start.iteration + 1} to {run.last_iteration}{of}" if run.last_iteration > start.iteration else
+                        f"nothing is reported after iteration {start.iteration}{of}")
     took = f" in {_time(run.seconds)}" if run.seconds is not None else ""
     loss = summary.last_loss(run.steps)
     ended = ("no end is reported: it is training, or was ended from outside" if run.end is None else
              "ended" if run.end.error is None else f"ended by {run.end.error}")
-    return (f"{which}{path}{ranks}{began}; iterations {start.iteration + 1} to {run.last_iteration}{of}{took}"
+    return (f"{which}{path}{ranks}{began}; {which_iterations}{took}"
             f"{f', {loss[0]} {loss[1]:.4g}' if loss else ''}; {ended}")
 
 
