@@ -174,6 +174,15 @@ def test_several_starts_go_on_in_one_file(tmp_path):
     assert {of.layout: of.num_steps for of in summary.of_layouts(runs)} == {"launch": 7, "deep": 0}
 
 
+def test_without_step_events_the_switches_say_how_far_each_layout_went(tmp_path):
+    runs, _ = history.read(written(tmp_path, START, switch(3), switch(7, "deep", "launch"), {"event": "end", "time": 1010.0,
+                                                                                            "iteration": 9}))
+    assert [(s.layout, s.begin, s.end) for s in runs[0].stretches] == [("launch", 0, 3), ("deep", 3, 7), ("launch", 7, 9)]
+    assert [(s.began, s.ended) for s in runs[0].stretches] == [(1000.0, 1003.25), (1003.5, 1007.25), (1007.5, 1010.0)]
+    assert [(of.layout, of.num_steps, of.median_step_seconds) for of in summary.of_layouts(runs)] == [
+        ("launch", 3, None), ("deep", 4, None), ("launch", 2, None)]
+
+
 def test_hundreds_of_switches_and_a_hundred_thousand_steps(tmp_path):
     events, layout = [START], "launch"
     for i in range(1, 100_001):

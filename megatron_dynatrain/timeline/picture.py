@@ -97,7 +97,7 @@ def _draw_layouts(axes, runs: list[Run], axis: _Axis) -> None:
         keys.append(plt.Line2D([], [], marker="x", color="tab:red", linestyle="", label="a switch was refused"))
     if len(runs) > 1:
         keys.append(plt.Line2D([], [], color="tab:red", linestyle=":", label="the job was started again"))
-    axes.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1.02), ncols=min(len(keys), 4), fontsize=8, frameon=False,
+    axes.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1.02), ncols=min(len(keys), 5), fontsize=8, frameon=False,
                 borderaxespad=0)
     axes.set_yticks([])
     axes.set_ylim(0, 1)

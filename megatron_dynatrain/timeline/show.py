@@ -75,7 +75,7 @@ def _table(title: str, console: Console, left: tuple[str, ...], right: tuple[str
 
 
 def _layouts(runs: list[Run], console: Console) -> Table:
-    table = _table("Layouts", console, ("layout", "sizes"), ("steps", "median step", "95 % of steps", "samples/s"))
+    table = _table("Layouts", console, ("layout", "sizes"), ("steps", "median step", "95 % within", "samples/s"))
     for found in summary.of_layouts(runs):
         rate = "-" if found.samples_per_second is None else f"{found.samples_per_second:.3g}"
         table.add_row(found.layout, in_sizes(found.sizes), f"{found.num_steps:,}", _time(found.median_step_seconds),
