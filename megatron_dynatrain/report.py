@@ -36,8 +36,8 @@ class Report:
         except OSError as error:
             self._torn = True
             if not self._warned:
-                print(f"[dynatrain] the report {self._path} cannot be written ({error}): events are missing in it from here on, "
-                      "until it can be written again; training goes on", file=sys.stderr, flush=True)
+                print(f"[dynatrain] the report {self._path} cannot be written ({error}): events are missing in it from here "
+                      "on, until it can be written again; training goes on", file=sys.stderr, flush=True)
             self._warned = True
 
 

@@ -21,7 +21,7 @@ LAYOUTS = {"deep": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_si
 def job(jobs, tmp_path_factory):
     """A job whose first switch is refused, and that is started twice in one folder: anew, not from a checkpoint."""
     folder = tmp_path_factory.mktemp("job")
-    schedule = [{"at_iteration": 2, "layout": "deep"}, {"at_iteration": 4, "layout": "wide"}, {"at_iteration": 7, "layout": "deep"}]
+    schedule = [{"at_iteration": at, "layout": layout} for at, layout in ((2, "deep"), (4, "wide"), (7, "deep"))]
     for last in (4, 10):
         result = jobs.run(folder, 2, {"train-iters": last, "global-batch-size": 4}, {
             "layouts": LAYOUTS, "verify": "full", "report_steps": True, "schedule": schedule}, probe="probes:fail_on_one_rank",
@@ -98,8 +98,8 @@ def test_a_picture_is_drawn_where_it_is_asked_for_and_in_the_format_asked_for(jo
 # Files as they come. Events are written by hand from here on.
 
 def step(iteration, seconds=0.5, loss=3.0, **more):
-    return {"event": "step", "time": 1000.0 + iteration, "iteration": iteration, "seconds": seconds, "losses": {"lm loss": loss},
-            "consumed_samples": 8 * iteration, **more}
+    return {"event": "step", "time": 1000.0 + iteration, "iteration": iteration, "seconds": seconds,
+            "losses": {"lm loss": loss}, "consumed_samples": 8 * iteration, **more}
 
 
 def switch(iteration, src="launch", dst="deep", stall=0.25, **more):
@@ -144,8 +144,10 @@ def everything(path, folder):
     pytest.param([START, step(1), step(2)], "", ["iterations 1 to 2 of 9", "no switches"], id="no-switch"),
     pytest.param([START, step(1)], '{"event": "step", "iter', ["iterations 1 to 1", "1 line is no whole event"],
                  id="half-a-line"),
-    pytest.param([START, step(1), switch(1), {"event": "end", "time": 1004.0, "iteration": None, "error": "OutOfMemoryError"}], "",
-                 ["ended by OutOfMemoryError", "1 switch stalled training for 250 ms, 6.2 % of the time"], id="ended-by-an-error"),
+    pytest.param([START, step(1), switch(1),
+                  {"event": "end", "time": 1004.0, "iteration": None, "error": "OutOfMemoryError"}], "",
+                 ["ended by OutOfMemoryError", "1 switch stalled training for 250 ms, 6.2 % of the time"],
+                 id="ended-by-an-error"),
     pytest.param([START, switch(3), switch(6, "deep", "launch")], "", ["launch TP2 DP2", "report_steps: true"], id="no-steps"),
     pytest.param([switch(3), step(4)], "", ["deep"], id="no-start"),
     pytest.param([step(5)], "", ["iterations 5 to 5"], id="a-step-alone"),
@@ -155,7 +157,8 @@ def everything(path, folder):
                   {"event": "superseded", "time": 1001.0, "iteration": 1, "to": "wide", "by": "deep"}], "",
                  ["Did not come about", "[no] room", "superseded by deep"], id="refused-and-superseded"),
     pytest.param([START, {"event": "step", "time": 1, "iteration": "x"}, {"event": 3}, [1], "word", None, {"event": "lunch"},
-                  {"event": "switch", "time": 1001.0, "iteration": 1}], "\x00\x00\n{}\n", ["8 lines are no whole events", "nothing is reported after iteration 0 of 9"], id="hostile"),
+                  {"event": "switch", "time": 1001.0, "iteration": 1}], "\x00\x00\n{}\n",
+                 ["8 lines are no whole events", "nothing is reported after iteration 0 of 9"], id="hostile"),
 ])
 def test_files_as_they_come(tmp_path, events, tail, expected):
     said = everything(written(tmp_path, *events, tail=tail), tmp_path)

@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and timers across switches: Megatron's own writers go on as if nothing had happened, and show the switches."""
+"""TensorBoard, W&B and timers across switches: Megatron's own writers go on as if nothing had happened, and show them."""
 
 import re
 from contextlib import nullcontext

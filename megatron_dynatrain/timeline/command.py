@@ -27,9 +27,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     parser.add_argument("run_dir", metavar="RUN_DIR", help=f"the directory that holds {history.REPORT}, or the file itself")
     parser.add_argument("--all", action="store_true", help="a row for each switch, also where there are many of them")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables, and draw nothing unless --plot is given")
-    parser.add_argument("--plot", metavar="FILE", help="where the timeline is drawn, a .png, .pdf or .svg (timeline.png beside the "
-                        "report)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables, and draw nothing unless "
+                        "--plot is given")
+    parser.add_argument("--plot", metavar="FILE", help="where the timeline is drawn, a .png, .pdf or .svg (timeline.png beside "
+                        "the report)")
     parser.add_argument("--no-plot", action="store_true", help="draw nothing")
     parser.add_argument("--over", choices=("iteration", "time"), default="iteration", help="what the timeline is drawn over "
                         "(%(default)s)")

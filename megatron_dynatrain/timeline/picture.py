@@ -1,4 +1,4 @@
-"""The timeline of a history as one picture: layouts, loss and step times over iterations or time, the phases of every switch."""
+"""The timeline of a history as one picture: layouts, loss and step times over iterations or time, the phases of each switch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

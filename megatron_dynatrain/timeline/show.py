@@ -32,7 +32,8 @@ def show(runs: list[Run], num_bad: int, path: str, console: Console, list_all: b
         seconds, part = summary.stalled(runs)
         share = "" if part is None else f", {100 * part:.2g} % of the time"
         console.print()
-        console.print(f"{len(switches)} {'switch' if len(switches) == 1 else 'switches'} stalled training for {_time(seconds)}{share}")
+        number = "1 switch" if len(switches) == 1 else f"{len(switches)} switches"
+        console.print(f"{number} stalled training for {_time(seconds)}{share}")
         if not one_by_one:
             console.print("--all lists every switch", style="dim")
     elif runs:
@@ -54,13 +55,13 @@ def _run_line(run: Run, which: str, path: str) -> str:
     ranks = f", {start.world_size} ranks" if start.world_size else ""
     began = f", began {datetime.fromtimestamp(start.time):%Y-%m-%d %H:%M:%S}" if start.time else ""
     of = f" of {start.train_iters}" if start.train_iters else ""
-    which_iterations = (f"iterations {start.iteration + 1} to {run.last_iteration}{of}" if run.last_iteration > start.iteration else
-                        f"nothing is reported after iteration {start.iteration}{of}")
+    iterations = (f"iterations {start.iteration + 1} to {run.last_iteration}{of}" if run.last_iteration > start.iteration
+                  else f"nothing is reported after iteration {start.iteration}{of}")
     took = f" in {_time(run.seconds)}" if run.seconds is not None else ""
     loss = summary.last_loss(run.steps)
     ended = ("no end is reported: it is training, or was ended from outside" if run.end is None else
              "ended" if run.end.error is None else f"ended by {run.end.error}")
-    return (f"{which}{path}{ranks}{began}; {which_iterations}{took}"
+    return (f"{which}{path}{ranks}{began}; {iterations}{took}"
             f"{f', {loss[0]} {loss[1]:.4g}' if loss else ''}; {ended}")
 
 
