@@ -61,7 +61,8 @@ class SwitchReport:
                 "moved_bytes": totals.moved_bytes, "minimum_bytes": totals.minimum_bytes, "local_bytes": totals.local_bytes,
                 "max_rank_bytes": totals.max_rank_bytes, "balanced_max_rank_bytes": totals.balanced_max_rank_bytes,
                 "staging_bytes": self.plan.staging_bytes, "peak_memory_bytes": self.peak_memory_bytes,
-                "windows": totals.num_windows, "copies": totals.num_copies, "verify": self.verify, "plan_hash": self.plan.digest}
+                "windows": totals.num_windows, "copies": totals.num_copies, "verify": self.verify,
+                "plan_hash": self.plan.digest}
 
 
 class Controller:

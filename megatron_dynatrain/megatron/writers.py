@@ -48,13 +48,13 @@ class Writers:
         """
         reports, self._reports, self.is_due = self._reports, [], False
         first = reports[0] if reports else None
-        names = dict.fromkeys([*_SIZES, *sizes, *(size for report in reports for size in report.src_sizes)])
+        names = dict.fromkeys([*_SIZES, *sizes, *(key for report in reports for key in report.src_sizes)])
         if first is not None:
             self._write(first.iteration, _layout(first.src_sizes, names), {})
         for report in reports:
-            src, dst = in_sizes(report.src_sizes), in_sizes(report.dst_sizes)
+            src, dst = f"{report.src} ({in_sizes(report.src_sizes)})", f"{report.dst} ({in_sizes(report.dst_sizes)})"
             self._write(report.iteration, scalars(report),
-                        {"dynatrain/switch": f"{report.src} ({src}) -> {report.dst} ({dst}) after iteration {report.iteration}"})
+                        {"dynatrain/switch": f"{src} -> {dst} after iteration {report.iteration}"})
         for action in self.later:
             self._guarded("TensorBoard", action)
         self.later.clear()
@@ -87,8 +87,8 @@ class Writers:
             action(*args, **kwargs)
         except Exception as error:
             if title not in self._warned:
-                print(f"[dynatrain] {title} did not take the values of a switch ({type(error).__name__}: {error}): they are missing "
-                      "there, perhaps later ones too; training goes on", file=sys.stderr, flush=True)
+                print(f"[dynatrain] {title} did not take the values of a switch ({type(error).__name__}: {error}): they are "
+                      "missing there, perhaps later ones too; training goes on", file=sys.stderr, flush=True)
             self._warned.add(title)
 
 
