@@ -15,19 +15,26 @@ def together(kind: type[Exception], what: str, action, *args):
 
     The message starts with `what` and says which ranks failed and why; equal reasons are said once.
     """
+    return together_saying(lambda: None, kind, what, action, *args)[0]
+
+
+def together_saying(say, kind: type[Exception], what: str, action, *args) -> tuple:
+    """As `together`, in whose one exchange every rank also tells the others what `say()`, a small object, is after the action:
+    (what the action returned here, what every rank said in the order of ranks). Collective."""
     result, error = None, None
     try:
         result = action(*args)
     except Exception as caught:
         error = caught
+    gathered = gather((None if error is None else (str(error) or type(error).__name__), say()))
     reasons: dict[str, list[int]] = {}
-    for rank, text in enumerate(gather(None if error is None else (str(error) or type(error).__name__))):
+    for rank, (text, _) in enumerate(gathered):
         if text is not None:
             reasons.setdefault(text, []).append(rank)
     if reasons:
         say = "; ".join(f"{text} (on {ranks_in_words(ranks)})" for text, ranks in reasons.items())
         raise kind(f"{what}: {say}") from error
-    return result
+    return result, [said for _, said in gathered]
 
 
 def ranks_in_words(ranks: list[int]) -> str:

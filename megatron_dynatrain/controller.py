@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_dynatrain import memory
 from megatron_dynatrain.config import Config
-from megatron_dynatrain.consensus import gather, together
+from megatron_dynatrain.consensus import gather, together, together_saying
 from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError
 from megatron_dynatrain.layout import LAUNCH, Layout
 from megatron_dynatrain.planning import Balance, Part, Plan, Totals, draft_plan, finish_plan, summed, total
@@ -28,7 +28,8 @@ from megatron_dynatrain.transfer import Checksums, compare_bits, execute
 @dataclass(slots=True)
 class SwitchReport:
     """What there is to say of one switch. Times in seconds on this rank; `stall_seconds` is set when the first new step
-    starts. peak_memory_bytes: the most that any rank held during the switch, None where the system does not say it."""
+    starts. peak_memory_bytes: the most that any rank held until the new state took over, None where the system does not
+    say it."""
 
     iteration: int
     src: str
@@ -223,7 +224,6 @@ class Controller:
             raise
         with report.phase("finish"):
             self.job.commit(iteration)
-            report.peak_memory_bytes = max((peak for peak in gather(memory.peak_bytes()) if peak is not None), default=None)
         report.dst_sizes = _sizes(self.job.args)
         self.current = dst.name
         self._forget_unless_declared(src)
@@ -257,14 +257,16 @@ class Controller:
         with report.phase("finish"):
             together(SpaceError, f"the optimizer's settings cannot be carried over to layout {dst.name!r}",
                      job.carry_over, carried)
-            together(LayoutRefused, f"the data of layout {dst.name!r} cannot be built", job.build_data)
+            _, peaks = together_saying(memory.peak_bytes, LayoutRefused, f"the data of layout {dst.name!r} cannot be built",
+                                       job.build_data)
         if self.config.verify != "off":
             with report.phase("verify"):
                 differences = (compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages) if before is None
                                else before.differences(Checksums(plan.dst, self.rank, new.storages, plan.common)))
-                together(VerificationError, f"the state differs after the switch from {src.name!r} to {dst.name!r}",
-                         _same_state, differences, job, carried)
+                _, peaks = together_saying(memory.peak_bytes, VerificationError, f"the state differs after the switch from "
+                                           f"{src.name!r} to {dst.name!r}", _same_state, differences, job, carried)
             report.verify = "ok"
+        report.peak_memory_bytes = max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:

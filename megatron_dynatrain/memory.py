@@ -8,7 +8,8 @@ import torch
 
 def forget_peak() -> None:
     """Count the peak anew from here on. Not collective. Megatron's own "max allocated" then counts from here, too."""
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident set, see proc(5)
     except OSError:

@@ -36,8 +36,8 @@ class Report:
         except OSError as error:
             self._torn = True
             if not self._warned:
-                print(f"[dynatrain] the report {self._path} cannot be written ({error}): events are missing in it from here on, "
-                      "until it can be written again; training goes on", file=sys.stderr, flush=True)
+                print(f"[dynatrain] the report {self._path} cannot be written ({error}): events are missing in it from here "
+                      "on, until it can be written again; training goes on", file=sys.stderr, flush=True)
             self._warned = True
 
 
@@ -61,6 +61,16 @@ def scan(path: str | Path) -> tuple[list[dict], int]:
             else:
                 num_bad += 1
     return events, num_bad
+
+
+# In the order in which a switch goes through them; what a release adds comes after these.
+PHASES = ("leave", "prepare", "quiesce", "groups", "build", "transfer", "finish", "roll_back", "verify", "resume")
+
+
+def phase_names(phases_of_switches) -> list[str]:
+    """Every phase that occurs in an iterable of {phase: seconds}, in order."""
+    names = dict.fromkeys(name for phases in phases_of_switches for name in phases)
+    return [name for name in PHASES if name in names] + [name for name in names if name not in PHASES]
 
 
 def in_sizes(sizes: dict[str, int]) -> str:

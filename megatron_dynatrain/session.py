@@ -313,9 +313,13 @@ class Session:
 
 def _phase_lines(report: SwitchReport) -> list[str]:
     """One line for each phase of a switch: its time, its part of the stall."""
-    return [f"  {name:<9} {seconds:9.3f} s {100 * seconds / report.stall_seconds:4.0f} %"
-            + (f"  busiest rank {in_bytes(report.totals.max_rank_bytes)}, {report.totals.num_windows} windows"
-               if name == "transfer" else "") for name, seconds in report.phases.items()]
+    totals, lines = report.totals, []
+    for name, seconds in report.phases.items():
+        lines.append(f"  {name:<9} {seconds:9.3f} s {100 * seconds / report.stall_seconds:4.0f} %")
+        if name == "transfer":
+            windows = "1 window" if totals.num_windows == 1 else f"{totals.num_windows} windows"
+            lines[-1] += f"  busiest rank {in_bytes(totals.max_rank_bytes)}, {windows}"
+    return lines
 
 
 def _name(target: str | Layout) -> str:

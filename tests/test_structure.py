@@ -20,6 +20,7 @@ PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
         "agenda": ("config", "layout"),
         "promise": ("errors",),
         "run_dir": ("agenda", "config", "errors", "layout", "report", "run_dir"),
+        "timeline": ("errors", "report", "timeline"),
         "planner": ("archive", "config", "errors", "flags", "layout", "planner", "planning", "report", "space")}
 WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
               "consensus": (),
@@ -77,6 +78,7 @@ def test_the_rule_knows_every_module():
     ("import megatron_dynatrain.planning, megatron_dynatrain.config", ("torch", "megatron")),
     ("import megatron_dynatrain.cli, megatron_dynatrain.run_dir.commands, megatron_dynatrain.run_dir.watcher",
      ("torch", "megatron")),
+    ("import megatron_dynatrain.timeline.command, megatron_dynatrain.timeline.show", ("torch", "megatron")),
     ("import megatron_dynatrain.planner.command, megatron_dynatrain.planner.show", ("torch", "megatron")),
     ("import megatron_dynatrain.session, megatron_dynatrain.megatron.seams", ("megatron",)),
 ])

@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and timers across switches: Megatron's own writers go on as if nothing had happened, and show the switches."""
+"""TensorBoard, W&B and timers across switches: Megatron's own writers go on as if nothing had happened, and show them."""
 
 import re
 from contextlib import nullcontext
@@ -93,6 +93,20 @@ def test_switches_are_in_tensorboard(switched):
         "dynatrain/layout": [(1, "launch (TP1 PP1 DP4)"), (3, "deep (TP1 PP4 DP1)"), (5, "wide (TP4 PP1 DP1)")],
         "dynatrain/switch": [(2, "launch (TP1 PP1 DP4) -> deep (TP1 PP4 DP1) after iteration 2"),
                              (4, "deep (TP1 PP4 DP1) -> wide (TP4 PP1 DP1) after iteration 4")]}
+
+
+def test_nothing_is_written_during_a_stall(switched):
+    """Megatron writes its arguments, a text each, when its loop is entered; after a switch they come with the switch."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    path, = (switched.folder / "tensorboard").glob("events*")
+    written = [(value.tag, event.step) for event in EventFileLoader(str(path)).Load() for value in event.summary.value]
+    for iteration in (2, 4):
+        last = max(i for i, (tag, step) in enumerate(written) if step == iteration and tag == "optimizer-time")
+        switch = written.index(("dynatrain/layout/TP", iteration))
+        arguments = written.index(("tensor_model_parallel_size/text_summary", iteration))
+        first = written.index(("lm loss", iteration + 1))
+        assert last + 1 == switch < arguments < first
 
 
 def test_switches_are_in_wandb_in_the_order_that_it_takes(switched):

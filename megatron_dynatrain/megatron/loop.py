@@ -282,6 +282,16 @@ def keep_log(session, original):
     return training_log
 
 
+def write_arguments_later(session, original):
+    @functools.wraps(original)
+    def write_args_to_tensorboard(*args, **kwargs):
+        if session.open_report is None:  # the loop is not entered in a stall
+            return original(*args, **kwargs)
+        session.job.writers.later.append(functools.partial(original, *args, **kwargs))
+
+    return write_args_to_tensorboard
+
+
 def _report_step(session, logged) -> None:
     losses = {name: float(value) for name, value in logged["loss_dict"].items()}
     if losses:

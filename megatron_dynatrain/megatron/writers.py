@@ -14,12 +14,16 @@ _SIZES = ("TP", "PP", "VPP", "CP", "EP", "DP")  # always written, so that a curv
 
 
 class Writers:
-    """What is still to be written. `is_due` (something is to be written when the next step is
-    logged) and `has_times` are all that an idle step looks at."""
+    """What is still to be written.
+
+    is_due: something is, when the next step is logged. has_times: there are times of switches for `log_timers`. An idle step
+    looks at these two alone. later: calls of Megatron's own that write and can wait for that, too.
+    """
 
     def __init__(self):
         self.is_due = False
-        self.has_times = False  # of switches, for `log_timers`
+        self.has_times = False
+        self.later: list[Callable] = []
         self._reports: list = []
         self._timed: dict[str, None] = {}  # timers that are still to be logged, the same on all ranks
         self._warned: set[str] = set()
@@ -44,13 +48,16 @@ class Writers:
         """
         reports, self._reports, self.is_due = self._reports, [], False
         first = reports[0] if reports else None
-        names = dict.fromkeys([*_SIZES, *sizes, *(size for report in reports for size in report.src_sizes)])
+        names = dict.fromkeys([*_SIZES, *sizes, *(key for report in reports for key in report.src_sizes)])
         if first is not None:
             self._write(first.iteration, _layout(first.src_sizes, names), {})
         for report in reports:
-            src, dst = in_sizes(report.src_sizes), in_sizes(report.dst_sizes)
+            src, dst = f"{report.src} ({in_sizes(report.src_sizes)})", f"{report.dst} ({in_sizes(report.dst_sizes)})"
             self._write(report.iteration, scalars(report),
-                        {"dynatrain/switch": f"{report.src} ({src}) -> {report.dst} ({dst}) after iteration {report.iteration}"})
+                        {"dynatrain/switch": f"{src} -> {dst} after iteration {report.iteration}"})
+        for action in self.later:
+            self._guarded("TensorBoard", action)
+        self.later.clear()
         if first is None or iteration > reports[-1].iteration:  # training may end right after a switch
             self._write(iteration, _layout(sizes, names), {"dynatrain/layout": f"{name} ({in_sizes(sizes)})"})
 
@@ -80,8 +87,8 @@ class Writers:
             action(*args, **kwargs)
         except Exception as error:
             if title not in self._warned:
-                print(f"[dynatrain] {title} did not take the values of a switch ({type(error).__name__}: {error}): they are missing "
-                      "there, perhaps later ones too; training goes on", file=sys.stderr, flush=True)
+                print(f"[dynatrain] {title} did not take the values of a switch ({type(error).__name__}: {error}): they are "
+                      "missing there, perhaps later ones too; training goes on", file=sys.stderr, flush=True)
             self._warned.add(title)
 
 
