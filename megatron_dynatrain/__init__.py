@@ -32,9 +32,10 @@ def reconfigure(layout, at_iteration: int | None = None):
     ConfigError or LayoutRefused for a layout that cannot be. What only shows later is refused at the boundary, on every
     rank, and training goes on.
 
-    Returns a `concurrent.futures.Future` of the report of the switch, which is None if the job is in that layout already. It has the
-    exception LayoutRefused if the switch was refused, RequestDropped if a newer one took its place, if `at_iteration` had passed, or
-    if the job ended first. Ask it in a later step, or let it call you (`add_done_callback`); do not wait for it between steps.
+    Returns a `concurrent.futures.Future` of the report of the switch, which is None if the job is in that layout already. It
+    has the exception LayoutRefused if the switch was refused; RequestDropped if a newer one took its place, if `at_iteration`
+    had passed, or if the job ended first. Ask it in a later step, or let it call you (`add_done_callback`); do not wait for it
+    between steps.
     """
     return _session("reconfigure()").request(layout, at_iteration)
 
@@ -42,9 +43,10 @@ def reconfigure(layout, at_iteration: int | None = None):
 def plan(layout):
     """Ask what a switch to `layout` would cost, without making it. To be called like `reconfigure`, not collective.
 
-    Returns a `concurrent.futures.Future` of a `SwitchCost`: bytes that would move, the least that must, the busiest rank's, and how
-    long this job's last switch of the kind took. All ranks make the plan together at the next boundary at which they can, which
-    changes nothing that trains, and keep it for the switch. The future has the exception LayoutRefused for a layout that cannot be.
+    Returns a `concurrent.futures.Future` of a `SwitchCost`: bytes that would move, the least that must, the busiest rank's, and
+    how long this job's last switch of the kind took. All ranks make the plan together at the next boundary at which they can,
+    which changes nothing that trains, and keep it for the switch. The future has the exception LayoutRefused for a layout that
+    cannot be, and RequestDropped if the job ended first.
     """
     return _session("plan()").request_cost(layout)
 
@@ -58,8 +60,8 @@ def current_layout() -> CurrentLayout:
 def on_switch(before=None, after=None, refused=None):
     """Be called on this rank around every switch. Returns a function that takes the callbacks back.
 
-    before(iteration, layout): the loop has stopped after `iteration`, and all ranks are about to switch to `layout` (a name or a
-    `Layout`). What it takes is not part of the stall. If it raises on any rank, the switch is refused on all of them, and
+    before(iteration, layout): the loop has stopped after `iteration`, and all ranks are about to switch to `layout`, a name or
+    a `Layout`. What it takes is not part of the stall. If it raises on any rank, the switch is refused on all of them, and
     training goes on.
     after(report): the first step in the new layout is about to start. `report.iteration`, `.src`, `.dst` (names), `.dst_sizes`,
     `.stall_seconds`, `.phases`, `.totals.moved_bytes`; `report.event()` is what stands in report.jsonl.

@@ -129,6 +129,6 @@ def too_late(at_iteration: int | None, iteration: int, train_iters: int) -> str 
     if at_iteration >= train_iters:
         return f"no step comes after iteration {at_iteration}: --train-iters is {train_iters}"
     if at_iteration < iteration:
-        return (f"iteration {at_iteration} had passed when all ranks had heard of it, after iteration {iteration}; ask for a later "
-                "one, or for none to switch as soon as can be")
+        return (f"iteration {at_iteration} had passed when all ranks had heard of it, after iteration {iteration}; ask for a "
+                "later one, or for none to switch as soon as can be")
     return None

@@ -72,9 +72,9 @@ def _amounts(plan: Plan, totals: Totals) -> dict[str, int]:
 class SwitchCost:
     """What a switch would move, known before it is made. Bytes over all ranks, unless said otherwise.
 
-    moved_bytes cross between ranks; minimum_bytes have to in any plan; local_bytes are copied within ranks. max_rank_bytes: the most
-    that one rank sends or receives; balanced_max_rank_bytes: the same of an ideally balanced plan. staging_bytes: scratch of a
-    rank. windows: the most that one rank walks. last_stall_seconds: how long training stood still when this job last made this
+    moved_bytes cross between ranks; minimum_bytes have to in any plan; local_bytes are copied within ranks. max_rank_bytes: the
+    most that one rank sends or receives; balanced_max_rank_bytes: the same of an ideally balanced plan. staging_bytes: scratch
+    of a rank. windows: the most that one rank walks. last_stall_seconds: how long training stood still when this job last made this
     switch, on this rank; None if it has not made it. All are 0 where src is dst.
     """
 

@@ -56,7 +56,7 @@ _MAX_WRITTEN_OUT = 1_000_000
 
 
 def _check_length(text: str) -> None:
-    """Megatron writes the repetitions of a pipeline layout out, one within another, so that a short text could fill the memory."""
+    """Megatron writes the repetitions of a pipeline layout out, one within another: a short text could fill the memory."""
     numbers = re.findall(r"\*(\d+)", text)
     factors = sorted((int(number) if len(number) < 10 else _MAX_WRITTEN_OUT for number in numbers), reverse=True)
     if len(text) * math.prod(factors[:2]) > _MAX_WRITTEN_OUT:

@@ -29,6 +29,6 @@ class Promise(Future):
 
     def _check_thread(self) -> None:
         if not self.done() and threading.get_ident() == self._training_thread:
-            raise ConfigError(f"{self._what}: the result comes at an iteration boundary, and the thread that trains was about to "
-                              "wait for it, so that no boundary would come; ask done() in a later step, or use "
+            raise ConfigError(f"{self._what}: the result comes at an iteration boundary, and the thread that trains was about "
+                              "to wait for it, so that no boundary would come; ask done() in a later step, or use "
                               "add_done_callback()")

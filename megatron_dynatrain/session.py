@@ -28,8 +28,8 @@ class Session:
 
     boundary: the first iteration after whose end `at_boundary` has something to do. An idle step compares two integers.
     iteration: how many iterations have finished.
-    before_switch: called with (iteration, target) before each switch; the time that they take is not part of the stall. What one
-    of them raises on any rank refuses the switch on all.
+    before_switch: called with (iteration, target) before each switch; the time that they take is not part of the stall. What
+    one of them raises on any rank refuses the switch on all.
     after_switch: called with the report of each switch, complete, when its stall is over.
     after_refusal: called with (iteration, target, error) when a switch was refused and the job is in the layout that it was in.
     """
@@ -85,8 +85,8 @@ class Session:
         """Take the run directory, on rank 0."""
         if dist.get_rank() != 0:
             return None
-        return watch(self.config, dist.get_world_size(), self._agenda.train_iters, self.controller.current, self.controller.sizes,
-                     lambda: self.iteration)
+        return watch(self.config, dist.get_world_size(), self._agenda.train_iters, self.controller.current,
+                     self.controller.sizes, lambda: self.iteration)
 
     def _start(self, iteration: int, train_iters: int) -> None:
         self.controller.start()
@@ -118,14 +118,14 @@ class Session:
             self.boundary = 0
 
     def request(self, target: str | Layout, at_iteration: int | None = None) -> Promise:
-        """Ask for a switch, after `at_iteration` or at the next boundary at which all ranks can act. Any one rank or several, not
-        collective. The promise is of the SwitchReport, or of None if the job is in that layout already.
+        """Ask for a switch, after `at_iteration` or at the next boundary at which all ranks can act. Any one rank or several,
+        not collective. The promise is of the SwitchReport, or of None if the job is in that layout already.
 
         Raises ConfigError for an unknown name and LayoutRefused for a layout that Megatron cannot train, at once and
         only to the caller.
         """
         layout = self._checked("reconfigure()", target)
-        if at_iteration is not None and (isinstance(at_iteration, bool) or not isinstance(at_iteration, int) or at_iteration < 0):
+        if at_iteration is not None and not (type(at_iteration) is int and at_iteration >= 0):
             raise ConfigError(f"reconfigure(): at_iteration is {at_iteration!r}, but the number of an iteration is expected")
         return self._ask("reconfigure()", Switch(id=uuid.uuid4().hex, layout=layout, at_iteration=at_iteration))
 
@@ -250,7 +250,8 @@ class Session:
         report.stall_seconds = time.perf_counter() - report.started
         report.phases["resume"] = max(report.stall_seconds - sum(report.phases.values()), 0.0)
         self._report.event("switch", **report.event())
-        src, dst = (f"{name} ({in_sizes(sizes)})" for name, sizes in ((report.src, report.src_sizes), (report.dst, report.dst_sizes)))
+        src, dst = (f"{name} ({in_sizes(sizes)})" for name, sizes in ((report.src, report.src_sizes),
+                                                                      (report.dst, report.dst_sizes)))
         peak = "" if report.peak_memory_bytes is None else f", peak memory of a rank {in_bytes(report.peak_memory_bytes)}"
         self._say(f"after iteration {report.iteration}: {src} -> {dst}, stall {report.stall_seconds:.3f} s, moved "
                   f"{in_bytes(report.totals.moved_bytes)} (minimum {in_bytes(report.totals.minimum_bytes)}), verify "
@@ -292,7 +293,8 @@ class Session:
         if self._requests is None or dist.get_rank() != dist.get_world_size() - 1:
             return []
         try:
-            return [Dropped(message, "expired", reason) for message in self._requests.undecided() if isinstance(message, Switch)]
+            return [Dropped(message, "expired", reason) for message in self._requests.undecided()
+                    if isinstance(message, Switch)]
         except Exception:
             return []  # the store went with rank 0
 

@@ -1,4 +1,4 @@
-"""Two phases that take turns, each in the layout that suits it: in `generate` the model continues prompts, in `train` it does not.
+"""Two phases take turns, each in the layout that suits it: in `generate` the model continues prompts, in `train` it does not.
 
     torchrun --nproc-per-node 4 -m megatron_dynatrain.launch --cpu scripts/phases.py <arguments as of pretrain_gpt.py> \\
         --dynatrain-config configs/phases.yaml

@@ -355,8 +355,9 @@ def fail_at(rank, folder, at, iteration):
 def interface(rank, folder, asking):
     """Use the Python interface on rank `asking` as it is documented; what it says is written down.
 
-    In step 3: the cost of two layouts and of one that cannot be, and a wait that would never end. In step 9: a switch after iteration
-    14, one that is too late, and the last step's request. Callbacks on all ranks.
+    In step 3: the cost of three layouts and of two that cannot be, and a wait that would never end. In step 9: a switch after
+    iteration 14, and one that is too late. In step 17: one that a callback refuses. In the last step: what nobody can answer
+    any more. Callbacks on all ranks.
     """
     import megatron_dynatrain
     from megatron.training import get_args, training

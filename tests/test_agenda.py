@@ -42,7 +42,8 @@ def test_the_newest_of_one_boundary_wins_and_equal_ones_are_one():
         assert plan.hear(message, 4) == []
     items, dropped = plan.take(4)
     assert items == [Item("switch", deep, ("2", "4"))]
-    assert [(drop.switch.id, drop.answer, drop.by.id) for drop in dropped] == [("1", "superseded", "4"), ("3", "superseded", "4")]
+    assert [(drop.switch.id, drop.answer, drop.by.id) for drop in dropped] == [("1", "superseded", "4"),
+                                                                               ("3", "superseded", "4")]
 
 
 @pytest.mark.parametrize("at, now, expected", [

@@ -203,7 +203,8 @@ def test_what_is_no_request_is_moved_away_and_answered_where_it_has_a_name(job, 
     assert job.told == [Switch(id=good, layout="pipe")]
     rejected = os.listdir(job.run_dir.rejected)
     assert len(rejected) == 2 * (len(BAD) + 7)  # with a reason beside each
-    assert sorted(os.listdir(job.run_dir.answers)) == sorted(f"{name}.json" for name in [*ids.values(), "fifo", "folder", "link"])
+    answered = [*ids.values(), "fifo", "folder", "link"]
+    assert sorted(os.listdir(job.run_dir.answers)) == sorted(f"{name}.json" for name in answered)
     assert "x.txt" in capsys.readouterr().err
 
 
@@ -233,7 +234,8 @@ def test_at_the_end_everything_is_answered_before_the_status_says_so(tmp_path, m
     until(lambda: job.told)
     published = []
     publish = RunDir.publish
-    monkeypatch.setattr(RunDir, "publish", staticmethod(lambda path, content: (published.append(path.name), publish(path, content))))
+    monkeypatch.setattr(RunDir, "publish", staticmethod(
+        lambda path, content: (published.append(path.name), publish(path, content))))
     late = job.file('{"layout": "launch"}')
     job.close()
     for request_id in (told, late):
@@ -405,7 +407,8 @@ REPORT = {"iteration": 6, "from": "launch", "to": "pipe", "from_sizes": {"TP": 2
 
 
 @pytest.mark.parametrize("answer, code, words", [
-    ({"answer": "done", "report": REPORT}, 0, "done: after iteration 6: launch (TP2) -> pipe (PP2), stall 0.500 s, moved 1.0 kB"),
+    ({"answer": "done", "report": REPORT}, 0,
+     "done: after iteration 6: launch (TP2) -> pipe (PP2), stall 0.500 s, moved 1.0 kB"),
     ({"answer": "unchanged", "reason": "the job is in it"}, 0, "unchanged: the job is in it"),
     ({"answer": "refused", "reason": "no"}, 3, "refused: no"),
     ({"answer": "superseded", "by": "b"}, 4, "superseded by request b"),
@@ -569,8 +572,8 @@ def test_a_job_is_asked_from_outside(jobs, tmp_path):
     arguments = {"tensor-model-parallel-size": 2, "train-iters": 40}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
     job = Running(jobs, tmp_path / "asked", [3, 12, 39, 40], arguments, {
-        "layouts": {"pipe": PIPE, "data": {"tensor_model_parallel_size": 1}}, "verify": "full", "run_dir": str(tmp_path / "run"),
-        "schedule": [{"at_iteration": 30, "layout": "launch"}]})
+        "layouts": {"pipe": PIPE, "data": {"tensor_model_parallel_size": 1}}, "verify": "full",
+        "run_dir": str(tmp_path / "run"), "schedule": [{"at_iteration": 30, "layout": "launch"}]})
     try:
         job.held(3)
         older, newer = job.ask("data"), job.ask("pipe")

@@ -1,4 +1,4 @@
-"""`python -m megatron_dynatrain request | status | cancel`: ask a running job from outside. Loads neither torch nor Megatron."""
+"""`python -m megatron_dynatrain request | status | cancel`: ask a running job from outside, without torch and Megatron."""
 
 import argparse
 import getpass
@@ -68,8 +68,8 @@ def add_flags(commands) -> None:
     """Add the three commands to argparse's subparsers."""
     asking = _command(commands, "request", "ask a running job for a switch", REQUEST, EXIT_CODES, request)
     asking.add_argument("--layout", required=True, metavar="LAYOUT", help="the name of a declared layout, 'launch', or a list "
-                        "of Megatron's arguments as in tensor_model_parallel_size=2,context_parallel_size=2; what it leaves out "
-                        "stays as launched")
+                        "of Megatron's arguments as in tensor_model_parallel_size=2,context_parallel_size=2; what it leaves "
+                        "out stays as launched")
     asking.add_argument("--at-iteration", type=_iteration, metavar="N", help="switch after iteration N has finished")
     asking.add_argument("--wait", action="store_true", help="until the answer is there")
     asking.add_argument("--timeout", type=_seconds, default=math.inf, metavar="S", help="wait no longer than S seconds")
@@ -129,8 +129,8 @@ def request(flags: argparse.Namespace, run_dir: RunDir) -> int:
     if not runs:
         return _no_job(flags, run_dir, found)
     if isinstance(layout, str) and layout not in (LAUNCH, *found.layouts):
-        raise ConfigError(f"--layout {layout}: the job has no such layout{nearest(layout, (LAUNCH, *found.layouts))}, or write its "
-                          "sizes as in tensor_model_parallel_size=2")
+        raise ConfigError(f"--layout {layout}: the job has no such layout{nearest(layout, (LAUNCH, *found.layouts))}, or write "
+                          "its sizes as in tensor_model_parallel_size=2")
     request_id = new_id()
     path = run_dir.requests / f"{request_id}.json"
     run_dir.publish(path, RequestFile(layout=layout, at_iteration=flags.at_iteration, run=found.run, by=_me(),
@@ -157,8 +157,8 @@ def request(flags: argparse.Namespace, run_dir: RunDir) -> int:
     if answer == "no job":
         path.unlink(missing_ok=True)
         return _no_job(flags, run_dir, run_dir.read_status(), request_id)
-    _say(flags, {"id": request_id, "answer": None}, f"request {request_id} has no answer after {flags.timeout:g} s; it stays, and "
-         f"`cancel {request_id}` takes it back", wrong=True)
+    _say(flags, {"id": request_id, "answer": None}, f"request {request_id} has no answer after {flags.timeout:g} s; it stays, "
+         f"and `cancel {request_id}` takes it back", wrong=True)
     return NO_ANSWER
 
 
@@ -188,7 +188,8 @@ def cancel(flags: argparse.Namespace, run_dir: RunDir) -> int:
         if not runs:
             return _no_job(flags, run_dir, found, flags.id)
         if not (run_dir.requests / f"{flags.id}.json").exists() and run_dir.read_answer(flags.id) is None:
-            raise ConfigError(f"there is no request {flags.id} in {run_dir.path}; pending: {', '.join(found.pending) or 'none'}")
+            raise ConfigError(f"there is no request {flags.id} in {run_dir.path}; pending: "
+                              f"{', '.join(found.pending) or 'none'}")
         path = run_dir.cancels / f"{flags.id}.json"
         run_dir.publish(path, CancelFile(by=_me(), time=round(time.time(), 3)))
         answer = _wait(run_dir, flags.id, found, flags.timeout)
@@ -233,16 +234,18 @@ def _say_answer(flags: argparse.Namespace, answer: Answer) -> None:
 
 def _switch_in_words(report: dict) -> str:
     return (f"after iteration {report['iteration']}: {report['from']} ({in_sizes(report['from_sizes'])}) -> {report['to']} "
-            f"({in_sizes(report['to_sizes'])}), stall {report['stall_seconds']:.3f} s, moved {in_bytes(report['moved_bytes'])}, "
-            f"verify {report['verify']}")
+            f"({in_sizes(report['to_sizes'])}), stall {report['stall_seconds']:.3f} s, moved "
+            f"{in_bytes(report['moved_bytes'])}, verify {report['verify']}")
 
 
 def _no_job(flags: argparse.Namespace, run_dir: RunDir, found: Status | None, request_id: str | None = None) -> int:
     """Say why there is nobody to ask."""
     if found is None:
-        why = f"no job has used the directory {run_dir.path} yet; its configuration needs `dynatrain: {{run_dir: {run_dir.path}}}`"
+        why = (f"no job has used the directory {run_dir.path} yet; its configuration needs "
+               f"`dynatrain: {{run_dir: {run_dir.path}}}`")
     elif found.state == "ended":
-        why = f"no job is running here: the last one ended {age(found)} ({who(found)}{f': {found.reason}' if found.reason else ''})"
+        reason = f": {found.reason}" if found.reason else ""
+        why = f"no job is running here: the last one ended {age(found)} ({who(found)}{reason})"
     else:
         why = f"no job is running here: the last heartbeat was {age(found)} ({who(found)})"
     _say(flags, {"id": request_id, "answer": None, "running": False, "error": why}, why, wrong=True)

@@ -83,8 +83,8 @@ def claim(run_dir: RunDir, status: Status) -> None:
                 run_dir.set_aside(run_dir.status, str(error))
                 other, runs = None, False
             if runs and other.run != status.run:
-                raise ConfigError(f"{asked}: a job is running here already ({who(other)}, heartbeat {age(other)}); give each job "
-                                  "a directory of its own, or end that job first")
+                raise ConfigError(f"{asked}: a job is running here already ({who(other)}, heartbeat {age(other)}); give each "
+                                  "job a directory of its own, or end that job first")
             _expire_leftovers(run_dir, status.run)  # before there is a status: nobody can have asked this job yet
             run_dir.publish(run_dir.status, status)
     except OSError as error:

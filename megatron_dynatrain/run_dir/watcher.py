@@ -80,8 +80,8 @@ class Watcher:
         self._inbox.put(fields)
 
     def close(self, answer: str, reason: str | None, timeout: float = 5.0) -> None:
-        """The job ends: answer every request that is left with 'expired', `answer` saying why; `reason` is that of a failure, for
-        the status. Waits for it `timeout` seconds at most."""
+        """The job ends: answer every request that is left with 'expired', `answer` saying why; `reason` is that of a failure,
+        for the status. Waits for it `timeout` seconds at most."""
         self.update(state="ended", reason=reason)
         self._inbox.put(answer)
         self._thread.join(timeout)
@@ -163,8 +163,8 @@ class Watcher:
     def _read(self, path: Path, kind: type) -> None:
         request_id = path.name.removesuffix(".json")
         if not (path.name.endswith(".json") and is_id(request_id)):
-            self._set_aside(path, f"{path.name!r} is no name of a request; it must be ID.json, with letters, digits, '-' and '_' "
-                            "in the ID, 64 at most")
+            self._set_aside(path, f"{path.name!r} is no name of a request; it must be ID.json, with letters, digits, '-' and "
+                            "'_' in the ID, 64 at most")
             return
         try:
             content = read(path, kind)
@@ -238,7 +238,8 @@ class Watcher:
         return ("expired", late) if late else (None, None)
 
     def _complete(self, answer: Answer) -> Answer:
-        return msgspec.structs.replace(answer, request=self._open.get(answer.id), run=self._status.run, time=round(time.time(), 3))
+        return msgspec.structs.replace(answer, request=self._open.get(answer.id), run=self._status.run,
+                                       time=round(time.time(), 3))
 
     def _write_answers(self) -> None:
         for request_id, answer in list(self._unwritten.items()):
@@ -266,8 +267,8 @@ class Watcher:
             return
         if found is not None and found.run != self._status.run:
             self._lost = True
-            _say(f"run_dir {self._run_dir.path} now belongs to another job ({who(found)}); this one trains on and takes no more "
-                 "requests from it")
+            _say(f"run_dir {self._run_dir.path} now belongs to another job ({who(found)}); this one trains on and takes no "
+                 "more requests from it")
 
 
 def _say(text: str) -> None:
