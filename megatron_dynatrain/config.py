@@ -6,7 +6,7 @@
       schedule:
         - {at_iteration: 10, layout: deep}   # after iteration 10 has finished
       verify: full                           # off | digest | full
-      report: runs/report.jsonl
+      run_dir: runs/demo                     # requests from outside, answers, status, report.jsonl
 """
 
 import re
@@ -43,12 +43,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The value of the top-level key `dynatrain`.
 
     verify: 'off', 'digest' (layout-independent checksums) or 'full' (every bit of every replica).
+    run_dir: a directory that all nodes see, through which a running job is asked from outside.
     report: path of a JSON-lines file of events, written by the last rank; report_steps adds one event per logged step.
     """
 
     layouts: dict[str, Layout] = {}
     schedule: list[ScheduledSwitch] = []
     verify: Literal["off", "digest", "full"] = "off"
+    run_dir: str | None = None
     report: str | None = None
     report_steps: bool = False
     transfer: TransferConfig = TransferConfig()
@@ -58,6 +60,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Whether the old state stays in memory until a switch is over."""
         keep = self.transfer.keep_old_state
         return self.verify != "off" if keep is None else keep
+
+    @property
+    def report_path(self) -> str | None:
+        """`report`, or the report of `run_dir`."""
+        return self.report if self.report or not self.run_dir else str(Path(self.run_dir, "report.jsonl"))
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
