@@ -212,7 +212,7 @@ def with_current_objects(session, original):
 
     @functools.wraps(original)
     def on_current_objects(*args, **kwargs):
-        if not session.active:
+        if not session.active or session.job.live is None:  # while the first model is being built
             return original(*args, **kwargs)
         return original(**_resolved(session, signature, args, kwargs))
 
