@@ -3,12 +3,14 @@
     check      print the support matrix: what can be switched, what is refused and why
     plan       plan a switch on a cluster of any size, without one
     bench      measure switches on this machine, beside what they could cost at best and what they replace
+    patch      patch a Megatron-LM checkout, so that its jobs need no launcher
 """
 
 import argparse
 import sys
 
 from megatron_dynatrain.bench import command as bench
+from megatron_dynatrain.patching import command as patching
 from megatron_dynatrain.planner import command as planner
 
 
@@ -24,6 +26,9 @@ def main(arguments: list[str] | None = None) -> None:
     measuring = commands.add_parser("bench", help="measure switches on this machine", allow_abbrev=False)
     bench.add_flags(measuring)
     measuring.set_defaults(run=bench.run)
+    patch = commands.add_parser("patch", help=patching.HELP, allow_abbrev=False)
+    patching.add_flags(patch)
+    patch.set_defaults(run=patching.run)
     flags = parser.parse_args(arguments[:at])
     flags.script = arguments[at + 1:]
     sys.exit(flags.run(flags))

@@ -21,6 +21,7 @@ class Session:
     """Decides at iteration boundaries, hands switches to the controller, and reports them.
 
     boundary: the first iteration after whose end `at_boundary` has something to do. An idle step compares two integers.
+    loop_asks: Megatron's loop asks at its boundaries itself, as it does in a patched checkout (see `checkout`).
     before_switch: called with (iteration, target) before each switch; the time that they take is not part of the stall.
     after_switch: called with the report of each switch, complete, when its stall is over.
     """
@@ -29,6 +30,7 @@ class Session:
         self.job = job
         self.config: Config | None = None  # None: the job was launched without --dynatrain-config
         self.boundary = NEVER
+        self.loop_asks = False
         self.pending: list[str | Layout] = []
         self.controller: Controller | None = None
         self.open_report: SwitchReport | None = None

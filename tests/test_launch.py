@@ -16,6 +16,9 @@ from megatron_dynatrain.megatron import seams, versions
 from megatron_dynatrain.report import read
 
 
+pytestmark = pytest.mark.core
+
+
 def launch(*words, env=None):
     return subprocess.run([sys.executable, "-m", "megatron_dynatrain.launch", *map(str, words)], cwd=ROOT, capture_output=True,
                           text=True, env={**os.environ, **(env or {})})

@@ -17,6 +17,7 @@ PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
         "config": ("errors", "layout"),
         "archive": ("geometry", "space"),
         "flags": (),
+        "patching": ("errors", "patching"),
         "planner": ("archive", "config", "errors", "flags", "layout", "planner", "planning", "report", "space")}
 WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
               "consensus": (),
@@ -27,7 +28,7 @@ WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"
               "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests"),
               "bench": ("bench", "flags", "geometry", "import_hooks", "launch", "megatron", "planning", "report", "session",
                         "space", "transfer")}
-WITH_MEGATRON = {"megatron", "cpu", "launch", "cli", "__main__", ""}  # "" is the package's __init__
+WITH_MEGATRON = {"megatron", "cpu", "launch", "checkout", "cli", "__main__", ""}  # "" is the package's __init__
 
 
 def imports(path):
@@ -70,6 +71,7 @@ def test_the_rule_knows_every_module():
     ("import megatron_dynatrain; megatron_dynatrain.Layout", ("torch", "megatron")),
     ("import megatron_dynatrain.planning, megatron_dynatrain.config", ("torch", "megatron")),
     ("import megatron_dynatrain.planner.command, megatron_dynatrain.planner.show", ("torch", "megatron")),
+    ("import megatron_dynatrain.patching.command", ("torch", "megatron")),
     ("import megatron_dynatrain.session, megatron_dynatrain.megatron.seams", ("megatron",)),
 ])
 def test_importing_loads_neither_torch_nor_megatron(statement, absent):
