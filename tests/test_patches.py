@@ -1,11 +1,14 @@
 """Patches for checkouts: each release's tree is patched, trains with a switch and no launcher, and is as it was after revert."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import wheels
 import yaml
 from conftest import ROOT
 from harness import CPU, MODEL, TRAINING, words_of
@@ -22,18 +25,13 @@ PLAIN = ["tests/pretrain_on_cpu.py"]
 @pytest.fixture(scope="module", params=TESTED.values())
 def source(request, tmp_path_factory):
     """A tree of each release, unpatched."""
-    import wheels
-
     return wheels.unpack(request.param, tmp_path_factory.mktemp("tree"))
 
 
 @pytest.fixture
-def copy(tmp_path):
+def small(tmp_path):
     """The files of a tree that a patch looks at, as the installed release has them."""
-    import megatron.core
-    from pathlib import Path
-
-    installed = Path(megatron.core.__file__).parent.parent.parent
+    installed = wheels.installed()
     for path in (tree.RELEASE, "megatron/training/arguments.py", "megatron/training/training.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed / path, tmp_path / path)
@@ -50,7 +48,7 @@ def contents(root):
             if path.is_file() and "__pycache__" not in path.parts}
 
 
-def train(jobs, root, command, folder, config=True, ranks=2):
+def train(jobs, root, command, folder, config=True):
     """Six steps on the tree at `root`, with a switch after the third; the events of the report, and what was printed."""
     folder.mkdir()
     arguments = {**MODEL, **TRAINING, **CPU, "train-iters": 6, "tensor-model-parallel-size": 2, "data-path": jobs.data,
@@ -62,8 +60,7 @@ def train(jobs, root, command, folder, config=True, ranks=2):
             "verify": "full", "report": str(folder / "report.jsonl"), "report_steps": True}}))
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
                            "--rdzv-endpoint", "localhost:0", *command, *words_of(arguments)], cwd=ROOT, capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": f"{root}:{ROOT}", "OMP_NUM_THREADS": "1",
-                                          "PYTHONDONTWRITEBYTECODE": "1"})
+                          text=True, env={**wheels.environment(root), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return (read(folder / "report.jsonl") if config else []), done.stdout
 
@@ -78,7 +75,7 @@ def test_a_patched_release_switches_without_the_launcher_as_with_it(jobs, tmp_pa
     launched, _ = train(jobs, source, LAUNCHER, tmp_path / "launched")
     assert (patch("check", source).returncode, patch("apply", source).returncode, patch("check", source).returncode) == (1, 0, 0)
     assert {path for path, content in contents(source).items() if content != before[path]} == {
-        source.__class__("megatron/training/arguments.py"), source.__class__("megatron/training/training.py")}
+        Path("megatron/training/arguments.py"), Path("megatron/training/training.py")}
     patched, printed = train(jobs, source, PLAIN, tmp_path / "patched")
     assert "attached: True" in printed
     assert [event["event"] for event in patched] == [event["event"] for event in launched]
@@ -87,3 +84,139 @@ def test_a_patched_release_switches_without_the_launcher_as_with_it(jobs, tmp_pa
     assert steps(patched) == steps(launched) and len(steps(patched)) == 6
     assert patch("revert", source).returncode == 0
     assert contents(source) == before
+
+
+def test_a_patched_tree_trains_as_before_without_the_flag_and_under_the_launcher_too(jobs, tmp_path):
+    root = wheels.unpack(wheels.installed_release(), tmp_path / "tree")
+    launched, _ = train(jobs, root, LAUNCHER, tmp_path / "launched")
+    _, unpatched = train(jobs, root, PLAIN, tmp_path / "unpatched", config=False)
+    tree.Tree(root).apply()
+    both, _ = train(jobs, root, LAUNCHER, tmp_path / "both")
+    assert steps(both) == steps(launched) and len(steps(both)) == 6
+    assert [event["iteration"] for event in both if event["event"] == "switch"] == [3]
+    _, plain = train(jobs, root, PLAIN, tmp_path / "plain", config=False)
+    assert "attached: False" in plain
+    assert losses(plain) == losses(unpatched) and len(losses(plain)) == 6
+
+
+def losses(printed):
+    return re.findall(r"iteration +(\d+)/.* lm loss: ([\d.E+-]+)", printed)
+
+
+def test_apply_and_revert_leave_the_very_bytes_and_can_be_repeated(small):
+    before, mode = contents(small), 0o640
+    (small / "megatron/training/training.py").chmod(mode)
+    assert patch("revert", small).returncode == 0 and contents(small) == before
+    assert patch("apply", small).returncode == 0
+    applied = contents(small)
+    assert patch("apply", small).returncode == 0 and contents(small) == applied != before
+    done = patch("check", small)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("is applied")
+    assert patch("revert", small).returncode == 0 and contents(small) == before
+    assert (small / "megatron/training/training.py").stat().st_mode & 0o777 == mode
+    done = patch("check", small)
+    assert done.returncode == 1 and "fits, and is not applied" in done.stdout
+
+
+def test_own_changes_elsewhere_in_the_file_stay(small):
+    path = small / "megatron/training/training.py"
+    path.write_bytes(b"# ours\r\n" + path.read_bytes() + b"# no line end")
+    before = contents(small)
+    assert patch("apply", small).returncode == 0
+    assert path.read_bytes().startswith(b"# ours\r\n") and path.read_bytes().endswith(b"# no line end")
+    assert patch("revert", small).returncode == 0 and contents(small) == before
+
+
+@pytest.mark.parametrize("action", ["check", "apply", "revert"])
+def test_a_changed_place_is_named_and_nothing_is_changed(small, action):
+    path = small / "megatron/training/training.py"
+    text = path.read_text()
+    at = text.rindex("        if should_exit:\n            break\n")
+    path.write_text(text[:at] + "        if should_exit or ours:\n            break\n" + text[at + len("        if should_exit:\n            break\n"):])
+    before = contents(small)
+    done = patch(action, small)
+    assert done.returncode == 2 and contents(small) == before and not done.stdout
+    assert "does not fit, and nothing was changed" in done.stderr
+    assert re.search(r"arguments.py, hunk 1 \(line \d+ of the release\): fits", done.stderr)
+    assert re.search(r"training.py, hunk 1 \(line \d+ of the release\): differs, ", done.stderr)
+
+
+@pytest.mark.parametrize("action", ["check", "apply", "revert"])
+def test_a_half_applied_tree_is_refused(small, action):
+    original = (small / "megatron/training/training.py").read_bytes()
+    tree.Tree(small).apply()
+    (small / "megatron/training/training.py").write_bytes(original)
+    before = contents(small)
+    done = patch(action, small)
+    assert done.returncode == 2 and contents(small) == before
+    assert "is half applied" in done.stderr
+    assert done.stderr.count("is applied") == 2 and done.stderr.count(": fits") == 1
+
+
+def test_an_unknown_release_is_refused_by_name(small):
+    path = small / tree.RELEASE
+    path.write_text(re.sub(r"(?m)^MINOR = \d+", "MINOR = 20", path.read_text()))
+    for action in ("check", "apply", "revert"):
+        done = patch(action, small)
+        assert done.returncode == 2
+        assert "is Megatron 0.20." in done.stderr and "core_v0.17.1, core_v0.18.2, core_v0.19.0" in done.stderr
+
+
+def test_a_folder_that_is_no_tree_is_refused(tmp_path):
+    done = patch("check", tmp_path)
+    assert done.returncode == 2 and f"{tmp_path} is no source tree of Megatron-LM" in done.stderr
+    assert "megatron/core/package_info.py cannot be read (No such file or directory)" in done.stderr
+
+
+def test_what_cannot_be_written_changes_nothing(small, monkeypatch):
+    before = contents(small)
+    replace, calls = os.replace, []
+
+    def full(source, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(PatchError, match="training.py cannot be written .No space left on device.; nothing was changed"):
+        tree.Tree(small).apply()
+    assert len(calls) == 2 and contents(small) == before
+
+
+def test_every_tested_release_has_a_patch_and_a_header():
+    patches = tree.known()
+    assert set(patches) == set(TESTED)
+    for patch in patches.values():
+        text = (ROOT / "patches" / patch.name / "dynatrain.patch").read_text()
+        assert text.startswith(f"megatron_dynatrain for a Megatron-LM checkout of {patch.name}\n")
+        assert "\nWhat it does: " in text and "\nWhy: " in text
+        changed = [line for line in text.splitlines() if re.match(r"[+-](?![+-])", line)]
+        assert 0 < len(changed) < 40 and not any(line.startswith("-") for line in changed)
+
+
+def test_a_unified_diff_is_read_and_applied_exactly():
+    text = (b"a comment\n--- a/f.py\n+++ b/f.py\n@@ -2,2 +2,3 @@ def f():\n a\n+x\n b\n@@ -9 +10 @@\n-c\n+d\n"
+            b"--- a/g.py\n+++ b/g.py\n@@ -1 +1 @@\n-e\n+f\n")
+    f, g = diff.parse(text)
+    assert f == diff.FileDiff("f.py", (diff.Hunk(2, (b"a\n", b"b\n"), (b"a\n", b"x\n", b"b\n")), diff.Hunk(9, (b"c\n",), (b"d\n",))))
+    assert g.path == "g.py"
+    content = b"0\na\n0\na\nb\nc\n"
+    changed = diff.replaced(content, f.hunks)
+    assert changed == b"0\na\n0\na\nx\nb\nd\n"
+    assert diff.replaced(changed, f.hunks, revert=True) == content
+    with pytest.raises(PatchError, match="is no line of a unified diff"):
+        diff.parse(b"--- a/f\n+++ b/f\n@@ -1 +1 @@\nwhat\n")
+
+
+@pytest.mark.parametrize("content, why", [
+    (b"a\nc\n", "it expects the line 'b'"),
+    (b"b\na\n", "its lines are there, but not next to one another"),
+    (b"a\nb\na\nb\n", "its lines stand there 2 times, at lines 1, 3"),
+    (b"a\r\nb\r\n", "it expects the line 'a'"),
+])
+def test_what_is_not_there_exactly_once_is_no_match(content, why):
+    hunk = diff.Hunk(1, (b"a\n", b"b\n"), (b"a\n", b"b\n", b"x\n"))
+    lines = content.splitlines(keepends=True)
+    assert not diff.is_in(lines, hunk.old)
+    assert diff.obstacle(lines, hunk) == why
