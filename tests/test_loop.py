@@ -170,8 +170,8 @@ def test_checkpoint_saved_after_the_last_step_holds_the_current_layout(jobs, tmp
     plain = jobs.run(tmp_path / "plain", 4, {**TP2_PP2, **form, "train-iters": 8}, kind="plain").assert_ok()
     jobs.run(tmp_path / "saved", 4, {**TP2_PP2, **form, "train-iters": 5, "save": tmp_path / "ckpt", "save-interval": 100},
              config((2, "data"))).assert_ok()
-    loaded = jobs.run(tmp_path / "loaded", 4, {**TP2_PP2, **form, "train-iters": 8, "load": tmp_path / "ckpt"},
-                      kind="plain").assert_ok()
+    longer = {**TP2_PP2, **form, "train-iters": 8, "load": tmp_path / "ckpt", "override-opt-param-scheduler": True}
+    loaded = jobs.run(tmp_path / "loaded", 4, longer, kind="plain").assert_ok()
     assert_same_steps(loaded.steps, {i: plain.steps[i] for i in (6, 7, 8)}, 1e-5)
 
 

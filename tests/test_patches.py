@@ -22,10 +22,19 @@ LAUNCHER = ["-m", "megatron_dynatrain.launch", "--cpu", "scripts/pretrain_gpt.py
 PLAIN = ["tests/pretrain_on_cpu.py"]
 
 
-@pytest.fixture(scope="module", params=TESTED.values())
-def source(request, tmp_path_factory):
-    """A tree of each release, unpatched."""
-    return wheels.unpack(request.param, tmp_path_factory.mktemp("tree"))
+@pytest.fixture(scope="module")
+def launched(jobs, tmp_path_factory):
+    """A release -> (its tree, unpatched; the events of a job started on it by the launcher). Each job runs once."""
+    done = {}
+
+    def launch(release):
+        if release not in done:
+            folder = tmp_path_factory.mktemp(release)
+            root = wheels.unpack(release, folder / "tree")
+            done[release] = root, train(jobs, root, LAUNCHER, folder / "job")[0]
+        return done[release]
+
+    return launch
 
 
 @pytest.fixture
@@ -70,33 +79,34 @@ def steps(events):
             if event["event"] == "step"]
 
 
-def test_a_patched_release_switches_without_the_launcher_as_with_it(jobs, tmp_path, source):
-    before = contents(source)
-    launched, _ = train(jobs, source, LAUNCHER, tmp_path / "launched")
-    assert (patch("check", source).returncode, patch("apply", source).returncode, patch("check", source).returncode) == (1, 0, 0)
-    assert {path for path, content in contents(source).items() if content != before[path]} == {
-        Path("megatron/training/arguments.py"), Path("megatron/training/training.py")}
-    patched, printed = train(jobs, source, PLAIN, tmp_path / "patched")
+@pytest.mark.parametrize("release", TESTED.values())
+def test_a_patched_release_switches_without_the_launcher_as_with_it(jobs, tmp_path, launched, release):
+    root, expected = launched(release)
+    before = contents(root)
+    assert (patch("check", root).returncode, patch("apply", root).returncode, patch("check", root).returncode) == (1, 0, 0)
+    assert {str(path) for path, content in contents(root).items() if content != before[path]} == {
+        "megatron/training/arguments.py", "megatron/training/training.py"}
+    patched, printed = train(jobs, root, PLAIN, tmp_path / "patched")
     assert "attached: True" in printed
-    assert [event["event"] for event in patched] == [event["event"] for event in launched]
+    assert [event["event"] for event in patched] == [event["event"] for event in expected]
     switch, = (event for event in patched if event["event"] == "switch")
     assert (switch["iteration"], switch["to"], switch["verify"]) == (3, "data", "ok")
-    assert steps(patched) == steps(launched) and len(steps(patched)) == 6
-    assert patch("revert", source).returncode == 0
-    assert contents(source) == before
+    assert steps(patched) == steps(expected) and len(steps(patched)) == 6
+    assert patch("revert", root).returncode == 0
+    assert contents(root) == before
 
 
-def test_a_patched_tree_trains_as_before_without_the_flag_and_under_the_launcher_too(jobs, tmp_path):
+def test_a_patched_tree_can_have_the_launcher_too_and_trains_as_before_without_the_flag(jobs, tmp_path, launched):
+    _, expected = launched(wheels.installed_release())
     root = wheels.unpack(wheels.installed_release(), tmp_path / "tree")
-    launched, _ = train(jobs, root, LAUNCHER, tmp_path / "launched")
-    _, unpatched = train(jobs, root, PLAIN, tmp_path / "unpatched", config=False)
     tree.Tree(root).apply()
     both, _ = train(jobs, root, LAUNCHER, tmp_path / "both")
-    assert steps(both) == steps(launched) and len(steps(both)) == 6
+    assert steps(both) == steps(expected) and len(steps(both)) == 6
     assert [event["iteration"] for event in both if event["event"] == "switch"] == [3]
-    _, plain = train(jobs, root, PLAIN, tmp_path / "plain", config=False)
-    assert "attached: False" in plain
-    assert losses(plain) == losses(unpatched) and len(losses(plain)) == 6
+    _, printed = train(jobs, root, PLAIN, tmp_path / "plain", config=False)
+    assert "attached: False" in printed
+    before_the_switch = [(str(step["iteration"]), f"{step['losses']['lm loss']:.6E}") for step in steps(expected)[:3]]
+    assert losses(printed)[:3] == before_the_switch and len(losses(printed)) == 6
 
 
 def losses(printed):
