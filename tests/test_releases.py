@@ -3,13 +3,14 @@
 import ast
 import subprocess
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import wheels
 from conftest import ROOT
 
-from megatron_dynatrain.errors import UnsupportedMegatron
+from megatron_dynatrain.errors import LayoutRefused, UnsupportedMegatron
 from megatron_dynatrain.megatron import seams, versions
 
 
@@ -43,6 +44,27 @@ def test_other_releases_are_refused_and_tried_only_where_they_are_named(version,
     monkeypatch.setenv(versions.OVERRIDE, version)
     versions.check(named(version))
     assert f"megatron-core {version} is tried because DYNATRAIN_TRY_MEGATRON says so" in capsys.readouterr().err
+
+
+def test_a_git_commit_behind_the_number_does_not_matter(monkeypatch):
+    """Megatron appends that of the repository in which it happens to lie."""
+    monkeypatch.setenv(versions.OVERRIDE, "0.20.0")
+    versions.check(SimpleNamespace(MAJOR=0, MINOR=20, __version__="0.20.0+f6662c9"))
+
+
+@pytest.mark.parametrize("release, tp, ep, etp, refused", [
+    ((0, 18), 2, 1, 1, True), ((0, 18), 2, 1, 4, True), ((0, 17), 1, 1, 2, True), ((0, 18), 2, 1, 2, False),
+    ((0, 17), 2, 2, 1, False), ((0, 19), 2, 1, 1, False)])
+def test_experts_that_a_release_trains_wrongly_are_refused(release, tp, ep, etp, refused, monkeypatch):
+    monkeypatch.setattr(versions, "release", lambda: release)
+    args = Namespace(num_experts=4, tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    for experts in (4, None):
+        args.num_experts = experts
+        if refused and experts:
+            with pytest.raises(LayoutRefused, match=f"expert_tensor_parallel_size {etp} and tensor_model_parallel_size {tp}; make"):
+                versions.check_experts(args)
+        else:
+            versions.check_experts(args)
 
 
 @pytest.mark.parametrize("found, treated_as", [((0, 17), (0, 17)), ((0, 18), (0, 18)), ((0, 19), (0, 19)), ((0, 20), (0, 19)),

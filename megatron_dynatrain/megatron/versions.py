@@ -2,9 +2,10 @@
 
 import os
 import sys
+from argparse import Namespace
 from types import ModuleType
 
-from megatron_dynatrain.errors import UnsupportedMegatron
+from megatron_dynatrain.errors import LayoutRefused, UnsupportedMegatron
 
 TESTED = {(0, 17): "0.17.1", (0, 18): "0.18.2", (0, 19): "0.19.2"}  # (major, minor): the release that the tests run on
 OVERRIDE = "DYNATRAIN_TRY_MEGATRON"  # environment variable: the full version of one other release that is to be tried
@@ -18,7 +19,7 @@ def names() -> str:
 
 def check(package_info: ModuleType) -> None:
     """Raise UnsupportedMegatron unless `megatron.core.package_info` names a tested release, or the one that is to be tried."""
-    found = package_info.__version__
+    found = package_info.__version__.split("+")[0]  # behind the + stands the commit of whatever git repository it lies in
     if (package_info.MAJOR, package_info.MINOR) in TESTED:
         return
     if os.environ.get(OVERRIDE) == found:
@@ -46,6 +47,20 @@ def uninitialised() -> dict:
     norm counts one rank's part of it alone."""
     on_device = {"use_cpu_initialization": False}
     return {**on_device, "perform_initialization": False} if release() >= (0, 18) else on_device
+
+
+def check_experts(args: Namespace) -> None:
+    """Raise LayoutRefused for a layout of experts that this release trains wrongly. args: Megatron's, validated."""
+    ep, etp, tp = args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.tensor_model_parallel_size
+    if release() < (0, 19) and args.num_experts and ep == 1 and etp != tp:
+        raise LayoutRefused(f"before megatron-core 0.19 experts at expert_model_parallel_size 1 are reduced over the data-parallel "
+                            f"ranks of the dense layers, which are not theirs at expert_tensor_parallel_size {etp} and "
+                            f"tensor_model_parallel_size {tp}; make the two equal, or take megatron-core 0.19")
+
+
+def null_vocab_size(num_tokens: int) -> int:
+    """The --vocab-size with which NullTokenizer has `num_tokens` tokens: before 0.18 it adds one of its own."""
+    return num_tokens if release() >= (0, 18) else num_tokens - 1
 
 
 def forget_losses_of_experts() -> None:
