@@ -1,11 +1,12 @@
-"""Patches for checkouts: each release's tree is patched, trains with a switch and no launcher, and is as it was after revert."""
+"""Patches for checkouts: the tree of each release is patched, switches without the launcher, and is reverted."""
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import wheels
@@ -13,7 +14,9 @@ import yaml
 from conftest import ROOT
 from harness import CPU, MODEL, TRAINING, words_of
 
-from megatron_dynatrain.errors import PatchError
+from megatron_dynatrain import checkout, launch, session
+from megatron_dynatrain.errors import ConfigError, PatchError
+from megatron_dynatrain.megatron import loop
 from megatron_dynatrain.megatron.versions import TESTED
 from megatron_dynatrain.patching import diff, tree
 from megatron_dynatrain.report import read
@@ -140,9 +143,8 @@ def test_own_changes_elsewhere_in_the_file_stay(small):
 @pytest.mark.parametrize("action", ["check", "apply", "revert"])
 def test_a_changed_place_is_named_and_nothing_is_changed(small, action):
     path = small / "megatron/training/training.py"
-    text = path.read_text()
-    at = text.rindex("        if should_exit:\n            break\n")
-    path.write_text(text[:at] + "        if should_exit or ours:\n            break\n" + text[at + len("        if should_exit:\n            break\n"):])
+    before_it, after_it = path.read_text().rsplit("        if should_exit:\n            break\n", 1)
+    path.write_text(before_it + "        if should_exit or ours:\n            break\n" + after_it)
     before = contents(small)
     done = patch(action, small)
     assert done.returncode == 2 and contents(small) == before and not done.stdout
@@ -209,7 +211,8 @@ def test_a_unified_diff_is_read_and_applied_exactly():
     text = (b"a comment\n--- a/f.py\n+++ b/f.py\n@@ -2,2 +2,3 @@ def f():\n a\n+x\n b\n@@ -9 +10 @@\n-c\n+d\n"
             b"--- a/g.py\n+++ b/g.py\n@@ -1 +1 @@\n-e\n+f\n")
     f, g = diff.parse(text)
-    assert f == diff.FileDiff("f.py", (diff.Hunk(2, (b"a\n", b"b\n"), (b"a\n", b"x\n", b"b\n")), diff.Hunk(9, (b"c\n",), (b"d\n",))))
+    assert f == diff.FileDiff("f.py", (diff.Hunk(2, (b"a\n", b"b\n"), (b"a\n", b"x\n", b"b\n")),
+                                       diff.Hunk(9, (b"c\n",), (b"d\n",))))
     assert g.path == "g.py"
     content = b"0\na\n0\na\nb\nc\n"
     changed = diff.replaced(content, f.hunks)
@@ -230,3 +233,51 @@ def test_what_is_not_there_exactly_once_is_no_match(content, why):
     lines = content.splitlines(keepends=True)
     assert not diff.is_in(lines, hunk.old)
     assert diff.obstacle(lines, hunk) == why
+
+
+@pytest.fixture
+def no_session(monkeypatch):
+    monkeypatch.setattr(session, "_session", None)
+
+
+def test_the_launcher_leaves_the_boundary_to_a_loop_that_asks_itself():
+    asked = []
+    running = SimpleNamespace(boundary=0, loop_asks=True, at_boundary=lambda iteration: asked.append(iteration) or True,
+                              job=SimpleNamespace(args=SimpleNamespace(train_iters=9)))
+    wrapped = loop.watch_boundary(running, lambda *args: False)
+    assert wrapped(None, None, None, 3) is False
+    assert (asked, running.job.args.train_iters) == ([], 9)
+    running.loop_asks = False
+    assert wrapped(None, None, None, 3) is False
+    assert (asked, running.job.args.train_iters) == ([3], 3)
+
+
+def test_attaching_twice_keeps_the_session_and_that_of_the_launcher(no_session, monkeypatch):
+    installed = []
+    monkeypatch.setattr(launch, "install", lambda: installed.append(session.install(SimpleNamespace(loop_asks=False))))
+    checkout.attach()
+    first = session.current()
+    checkout.attach()
+    assert session.current() is first and first.loop_asks and len(installed) == 1
+
+
+def test_the_loop_asks_the_session_where_something_is_due_and_only_there(no_session):
+    asked = []
+    session.install(SimpleNamespace(active=True, boundary=5, at_boundary=lambda at: asked.append(at) or at == 6))
+    assert [checkout.leaves_loop(iteration) for iteration in (3, 4, 5, 6)] == [False, False, False, True]
+    assert asked == [5, 6]
+
+
+@pytest.mark.parametrize("running", [None, SimpleNamespace(active=False, boundary=0)])
+def test_a_flag_that_could_never_act_is_an_error(no_session, running):
+    session.install(running)
+    with pytest.raises(ConfigError, match="--dynatrain-config is set, but .* did not pass through Megatron's parse_args"):
+        checkout.leaves_loop(1)
+
+
+def test_a_parser_that_has_the_flag_does_not_get_it_twice():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dynatrain-config")
+    assert loop.add_flags(None, lambda parser: parser)(parser) is parser
+    assert loop.add_flags(None, lambda parser: parser)(argparse.ArgumentParser()).parse_args(
+        ["--dynatrain-config", "x"]).dynatrain_config == "x"

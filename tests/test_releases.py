@@ -1,4 +1,4 @@
-"""Releases of Megatron: which are accepted, and that each has what the seams say. (`scripts/test_releases.sh` trains on each.)"""
+"""Releases of Megatron: which are accepted, and that each has what the seams say. `scripts/test_releases.sh` trains on each."""
 
 import ast
 import subprocess
@@ -57,11 +57,11 @@ def test_a_git_commit_behind_the_number_does_not_matter(monkeypatch):
     ((0, 17), 2, 2, 1, False), ((0, 19), 2, 1, 1, False)])
 def test_experts_that_a_release_trains_wrongly_are_refused(release, tp, ep, etp, refused, monkeypatch):
     monkeypatch.setattr(versions, "release", lambda: release)
-    args = Namespace(num_experts=4, tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    sizes = dict(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     for experts in (4, None):
-        args.num_experts = experts
+        args = Namespace(num_experts=experts, **sizes)
         if refused and experts:
-            with pytest.raises(LayoutRefused, match=f"expert_tensor_parallel_size {etp} and tensor_model_parallel_size {tp}; make"):
+            with pytest.raises(LayoutRefused, match=f"at expert_tensor_parallel_size {etp} and tensor_model_parallel_size {tp};"):
                 versions.check_experts(args)
         else:
             versions.check_experts(args)
@@ -101,8 +101,8 @@ def test_every_seam_is_in_the_release_as_the_table_says(release, version, tmp_pa
     for seam in of_release:
         definition = find(root, seam.module, seam.name)
         assert definition is not None, f"{seam.module}.{seam.name}"
-        arguments = definition.args
-        assert {*seam.parameters} <= {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}, seam.name
+        args = definition.args
+        assert {*seam.parameters} <= {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)}, seam.name
 
 
 def find(root, module, name):

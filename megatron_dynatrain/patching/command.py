@@ -7,12 +7,12 @@ from megatron_dynatrain.errors import PatchError
 from megatron_dynatrain.patching import tree
 
 HELP = "patch a Megatron-LM checkout, so that its jobs need no launcher"
-DESCRIPTION = """Put --dynatrain-config and the call at the iteration boundary into a Megatron-LM source tree (see patches/), or take them
-out again. The release is read from the tree. A patch is applied exactly or not at all: every line around a change must be as the
-release has it, and after revert every byte is as it was.
+DESCRIPTION = """Put --dynatrain-config and the call at the iteration boundary into a Megatron-LM source tree (see patches/),
+or take them out again. The release is read from the tree. A patch is applied exactly or not at all: every line
+around a change must be as the release has it, and after revert every byte is as it was.
 
-Exit codes: check says 0 for applied, 1 for not applied but it would fit, 2 for neither. apply and revert say 0 where the tree is
-as asked (also where it was so before), 2 where nothing was changed for a reason that is printed."""
+Exit codes: check says 0 for applied, 1 for not applied but it would fit, 2 for neither. apply and revert say 0
+where the tree is as asked (also where it was so before), 2 where nothing was changed for a reason that is printed."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
