@@ -29,8 +29,8 @@ def known() -> dict[tuple[int, int], Patch]:
         paths = sorted(folder.glob("core_v*/dynatrain.patch"))
         if paths:
             return {_numbers(path.parent.name): Patch(path.parent.name, diff.parse(path.read_bytes())) for path in paths}
-    raise PatchError(f"no patches were found in {package / 'patches'} or {package.parent / 'patches'}; install megatron_dynatrain "
-                     "anew, or run it from a checkout of its repository")
+    raise PatchError(f"no patches were found in {package / 'patches'} or {package.parent / 'patches'}; install "
+                     "megatron_dynatrain anew, or run it from a checkout of its repository")
 
 
 def _numbers(name: str) -> tuple[int, int]:
@@ -68,7 +68,8 @@ class Tree:
                              f"{', '.join(patch.name for patch in patches.values())}; check one of these out, or start the job "
                              "with the launcher (python -m megatron_dynatrain.launch)")
         self._content = {file.path: self._read(file.path) for file in self.patch.files}
-        self._places = [self._look(file, number, hunk) for file in self.patch.files for number, hunk in enumerate(file.hunks, 1)]
+        self._places = [self._look(file, number, hunk)
+                        for file in self.patch.files for number, hunk in enumerate(file.hunks, 1)]
         self.state = self._state()
 
     def _release(self) -> str:
