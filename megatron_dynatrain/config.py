@@ -29,10 +29,14 @@ class ScheduledSwitch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """staging_bytes: the scratch that a rank may use in a switch; one value for all ranks. timeout_seconds: how long a rank
-    waits for the others in one window of the transfer."""
+    waits for the others in one window of the transfer. memory_bytes: what a rank may hold at most during a switch, its state and
+    the scratch; None for what is free on its GPU. keep_old_state: whether the old state stays in memory until the switch is
+    verified, so that a failed verification goes back to it; None for whether anything is verified."""
 
     staging_bytes: Annotated[int, msgspec.Meta(ge=4096)] = 64 << 20
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    memory_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    keep_old_state: bool | None = None
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,6 +52,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     report: str | None = None
     report_steps: bool = False
     transfer: TransferConfig = TransferConfig()
+
+    @property
+    def keeps_old_state(self) -> bool:
+        """Whether the old state stays in memory until a switch is over."""
+        keep = self.transfer.keep_old_state
+        return self.verify != "off" if keep is None else keep
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +117,9 @@ def parse(text: str, source: str = "<text>") -> Config:
         config = msgspec.convert(data, _File).dynatrain
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"--dynatrain-config {source}: {_explained(str(error), path)}") from None
+    if config.verify == "full" and not config.keeps_old_state:
+        raise ConfigError(f"--dynatrain-config {source}: `dynatrain.transfer.keep_old_state`: false was given, but `verify: full` "
+                          "compares with the old state; write true, or `verify: digest`")
     if LAUNCH in config.layouts:
         raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{LAUNCH}`: {LAUNCH!r} is the layout of the command "
                           "line and cannot be declared; choose another name")

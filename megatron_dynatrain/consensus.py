@@ -15,19 +15,26 @@ def together(kind: type[Exception], what: str, action, *args):
 
     The message starts with `what` and says which ranks failed and why; equal reasons are said once.
     """
-    result, error = None, None
+    return share(kind, what, lambda: (action(*args), None))[0]
+
+
+def share(kind: type[Exception], what: str, action) -> tuple:
+    """As `together`, for an `action()` that returns (its result, something small for all ranks): (the result, what the action
+    of every rank had for all, in the order of ranks)."""
+    result, own, error = None, None, None
     try:
-        result = action(*args)
+        result, own = action()
     except Exception as caught:
         error = caught
+    gathered = gather((None if error is None else (str(error) or type(error).__name__), own))
     reasons: dict[str, list[int]] = {}
-    for rank, text in enumerate(gather(None if error is None else (str(error) or type(error).__name__))):
+    for rank, (text, _) in enumerate(gathered):
         if text is not None:
             reasons.setdefault(text, []).append(rank)
     if reasons:
         say = "; ".join(f"{text} (on {ranks_in_words(ranks)})" for text, ranks in reasons.items())
         raise kind(f"{what}: {say}") from error
-    return result
+    return result, [shared for _, shared in gathered]
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -15,13 +15,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_dynatrain.config import Config
-from megatron_dynatrain.consensus import gather, together
-from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError
+from megatron_dynatrain.consensus import gather, share, together
+from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError, reason
 from megatron_dynatrain.layout import LAUNCH, Layout
-from megatron_dynatrain.planning import Balance, Part, Plan, Totals, draft_plan, finish_plan, summed, total
+from megatron_dynatrain.planning import Balance, Part, Plan, Totals, Turnover, draft_plan, finish_plan, summed, total
 from megatron_dynatrain.registry import Entry, Registry
 from megatron_dynatrain.space import World
-from megatron_dynatrain.transfer import Checksums, compare_bits, execute
+from megatron_dynatrain.report import in_bytes
+from megatron_dynatrain.transfer import Allocations, Checksums, Exchange, compare_bits, execute
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class SwitchReport:
                 "phases": {name: round(seconds, 6) for name, seconds in self.phases.items()},
                 "moved_bytes": totals.moved_bytes, "minimum_bytes": totals.minimum_bytes, "local_bytes": totals.local_bytes,
                 "max_rank_bytes": totals.max_rank_bytes, "balanced_max_rank_bytes": totals.balanced_max_rank_bytes,
+                "peak_bytes": totals.peak_bytes, "peak_extra_bytes": totals.peak_extra_bytes,
                 "staging_bytes": self.plan.staging_bytes, "windows": totals.num_windows, "copies": totals.num_copies,
                 "verify": self.verify, "plan_hash": self.plan.digest}
 
@@ -97,8 +99,11 @@ class Controller:
 
         Raises LayoutRefused, ConfigError or SpaceError, on every rank.
         """
-        entry = together(LayoutRefused, "the request cannot be carried out", self.registry.find, target)
-        names = gather(entry.name)
+        def found():
+            entry = self.registry.find(target)
+            return entry, entry.name
+
+        entry, names = share(LayoutRefused, "the request cannot be carried out", found)
         if len(set(names)) > 1:
             raise LayoutRefused(f"ranks were asked for different layouts: {sorted(set(names))}; ask all for the same")
         if entry.name == self.current:
@@ -129,11 +134,13 @@ class Controller:
                              draft_plan, src.world, dst.world, self.config.transfer.staging_bytes, self.rank)
             balance = Balance(summed(gather(draft.demand)))
             plan = together(SpaceError, "the plan", finish_plan, draft, balance.shares)
-            gathered = gather((plan.digest, Part.of(plan)))
+            own = Part.of(plan, src.own.memory, dst.own.memory, self.config.keeps_old_state)
+            gathered = gather((plan.digest, own))
             digests = [digest for digest, _ in gathered]
             if len(set(digests)) > 1:
                 raise SpaceError(f"ranks made different plans from {src.name!r} to {dst.name!r}: {digests}")
             self.registry.plans[src.name, dst.name] = plan
+            self.registry.peaks[src.name, dst.name] = own.peak_bytes
             self.registry.totals[src.name, dst.name] = total([part for _, part in gathered], balance)
         return self.registry.plans[src.name, dst.name]
 
@@ -157,7 +164,7 @@ class Controller:
         try:
             self._move(plan, dst, report)
         except TransferError:
-            raise  # ranks can no longer speak with one another
+            raise  # the old state is gone, or ranks can no longer speak with one another
         except Exception as error:
             _let_go_of_frames(error)
             with report.phase("roll_back"):
@@ -177,12 +184,22 @@ class Controller:
             self.registry.forget(entry.name)
 
     def _move(self, plan: Plan, dst: Entry, report: SwitchReport) -> None:
-        """Everything of a switch that can still be taken back."""
+        """Everything of a switch up to the commitment. What can be refused is refused before the first byte moves."""
         job, src = self.job, self.registry.entries[self.current]
+
+        def left():
+            self._check_that_it_fits(src, dst)
+            job.quiesce()
+            old = _as_described(job.describe_live, src)
+            return old, job.capture(old)
+
+        def built():
+            new = _as_described(functools.partial(job.build, dst.name), dst)
+            job.carry_over(carried)
+            return new
+
         with report.phase("quiesce"):
-            together(LayoutRefused, "the job cannot be switched at this boundary", job.quiesce)
-            old = together(SpaceError, f"the state in layout {src.name!r}", _as_described, job.describe_live, src)
-            carried = gather(together(SpaceError, "the optimizer's settings", job.capture, old))
+            old, carried = share(LayoutRefused, "the job cannot be switched at this boundary", left)
         before = None
         if self.config.verify == "digest":
             with report.phase("verify"):
@@ -190,21 +207,49 @@ class Controller:
         with report.phase("groups"):
             job.enter(dst.name)
         with report.phase("build"):
-            new = together(LayoutRefused, f"layout {dst.name!r} cannot be built",
-                           _as_described, functools.partial(job.build, dst.name), dst)
-        with report.phase("transfer"):
-            execute(plan, self.rank, old.storages, new.storages, timedelta(seconds=self.config.transfer.timeout_seconds))
-        with report.phase("finish"):
-            together(SpaceError, f"the optimizer's settings cannot be carried over to layout {dst.name!r}",
-                     job.carry_over, carried)
+            new = together(LayoutRefused, f"layout {dst.name!r} cannot be built", built)
+        with report.phase("data"):
             together(LayoutRefused, f"the data of layout {dst.name!r} cannot be built", job.build_data)
+        with report.phase("transfer"):
+            self._transfer(plan, old, new)
         if self.config.verify != "off":
             with report.phase("verify"):
                 differences = (compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages) if before is None
                                else before.differences(Checksums(plan.dst, self.rank, new.storages, plan.common)))
-                together(VerificationError, f"the state differs after the switch from {src.name!r} to {dst.name!r}",
+                together(VerificationError if self.config.keeps_old_state else TransferError,
+                         f"the state differs after the switch from {src.name!r} to {dst.name!r}",
                          _same_state, differences, job, carried)
             report.verify = "ok"
+
+    def _check_that_it_fits(self, src: Entry, dst: Entry) -> None:
+        """Raise LayoutRefused if this rank cannot hold what the switch needs at its peak."""
+        peak, limit = self.registry.peaks[src.name, dst.name], self.config.transfer.memory_bytes
+        source = "`transfer.memory_bytes`"
+        if limit is None:
+            limit, source = self.job.memory_limit(src.own.memory), "what is free on its GPU beside that"
+        if limit is not None and peak > limit:
+            both = " and the old state is to stay until the switch is verified (`transfer.keep_old_state`)"
+            raise LayoutRefused(
+                f"the switch does not fit into memory: it needs up to {in_bytes(peak)} at once for the states and the scratch"
+                f"{both if self.config.keeps_old_state else ''}, of which {in_bytes(src.own.memory.state_bytes)} is the old state,"
+                f" {in_bytes(dst.own.memory.state_bytes)} the new one and {in_bytes(self.config.transfer.staging_bytes)} "
+                f"`transfer.staging_bytes`; {source} allows {in_bytes(limit)}")
+
+    def _transfer(self, plan: Plan, old, new) -> None:
+        """Move the state; the old one is given back on the way, unless it is to stay."""
+        keeps = self.config.keeps_old_state
+        src, dst = (Allocations(state.storages, state.allocations, state.holdings.memory) for state in (old, new))
+        exchange = Exchange(Turnover.of(plan, self.rank, old.holdings.memory, new.holdings.memory), None if keeps else src, dst)
+        try:
+            execute(plan, self.rank, old.storages, new.storages, timedelta(seconds=self.config.transfer.timeout_seconds),
+                    exchange)
+        except TransferError:
+            raise
+        except Exception as error:
+            if keeps:
+                raise
+            raise TransferError(f"rank {self.rank}: {reason(error)}; a part of the old state is given back already, so the job "
+                                "cannot go on, start it again from its last checkpoint") from error
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:

@@ -26,7 +26,8 @@ class Registry:
         self.entries = {LAUNCH: Entry(LAUNCH, Layout(), True)}
         self.entries.update({name: Entry(name, layout, True) for name, layout in layouts.items()})
         self.plans: dict[tuple[str, str], Plan] = {}  # of this rank
-        self.totals: dict[tuple[str, str], Totals] = {}
+        self.totals: dict[tuple[str, str], Totals] = {}  # of all ranks
+        self.peaks: dict[tuple[str, str], int] = {}  # bytes, of this rank
 
     def find(self, target: str | Layout) -> Entry:
         """The entry of a name or of a layout object; an object that was not declared gets a new entry, named by its text.
@@ -48,4 +49,4 @@ class Registry:
         """Drop an entry and the plans from and to it."""
         del self.entries[name]
         for pair in [pair for pair in self.plans if name in pair]:
-            del self.plans[pair], self.totals[pair]
+            del self.plans[pair], self.totals[pair], self.peaks[pair]

@@ -49,6 +49,29 @@ class Storage:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """In which allocations the storages of a rank lie: Megatron's DDP holds many parameters in one.
+
+    of_storage: int64 [num_storages], the allocation of each storage. nbytes: int64 [num_allocations]. gradient_bytes: what the
+    rank holds gradients in while it trains, which takes no memory during a switch.
+    """
+
+    of_storage: np.ndarray
+    nbytes: np.ndarray
+    gradient_bytes: int = 0
+
+    @classmethod
+    def apart(cls, nbytes: list[int]) -> "Memory":
+        """Every storage, of `nbytes` each, in an allocation of its own."""
+        return cls(np.arange(len(nbytes)), np.array(nbytes, np.int64))
+
+    @property
+    def state_bytes(self) -> int:
+        """What the rank holds weights, persistent buffers, masters and optimizer states in."""
+        return int(self.nbytes.sum())
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The readable view of one row of `Holdings`: `box` of `tensor`, at `start` with `strides` in storage `storage`."""
@@ -70,6 +93,7 @@ class Holdings:
     boxes: one row a piece; `boxes.tensor` indexes `tensors`.
     storage, start: int64 [num_pieces]; stride: int64 [num_pieces, num_axes]; all in elements.
     is_main: bool [num_pieces], whether this copy is the one that stands for the element (the others are replicas).
+    memory: in what the storages lie. It is not part of the digest: a checkpoint that was loaded may leave it different.
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -79,10 +103,11 @@ class Holdings:
     start: np.ndarray
     stride: np.ndarray
     is_main: np.ndarray
+    memory: Memory
 
     @classmethod
-    def from_pieces(cls, pieces: list[Piece], storages: list[Storage]) -> "Holdings":
-        """Build the columns from readable pieces, in the order of (tensor, box)."""
+    def from_pieces(cls, pieces: list[Piece], storages: list[Storage], memory: Memory | None = None) -> "Holdings":
+        """Build the columns from readable pieces, in the order of (tensor, box). Without `memory`, storages lie apart."""
         tensors = tuple(sorted({piece.tensor for piece in pieces}))
         number = {tensor: i for i, tensor in enumerate(tensors)}
         pieces = sorted(pieces, key=lambda p: (number[p.tensor], p.box.offset, p.storage, p.start))
@@ -100,7 +125,8 @@ class Holdings:
             BoxTable(column(number[p.tensor] for p in pieces), padded([p.box.offset for p in pieces], 0),
                      padded([p.box.shape for p in pieces], 1)),
             column(p.storage for p in pieces), column(p.start for p in pieces),
-            padded([p.strides for p in pieces], 0), column((p.is_main for p in pieces), bool))
+            padded([p.strides for p in pieces], 0), column((p.is_main for p in pieces), bool),
+            memory or _apart(pieces, storages))
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -113,6 +139,11 @@ class Holdings:
                        self.is_main):
             state.update(np.ascontiguousarray(column).tobytes())
         return state.hexdigest()
+
+
+def _apart(pieces: list[Piece], storages: list[Storage]) -> Memory:
+    itemsize = {piece.storage: piece.tensor.itemsize for piece in pieces}
+    return Memory.apart([storage.numel * itemsize.get(number, 0) for number, storage in enumerate(storages)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,7 +28,7 @@ def alike(rank, folder, world, layouts):
     for name, sizes in {LAUNCH: {}, **layouts}.items():
         job.check(name, Layout(**sizes))
         lists = job.ranks_alike(name, world)
-        wrong = [own for ranks in lists for own, holdings in job.describe_alike(name, ranks, world).holdings.items()
+        wrong = [own for ranks in lists for own, holdings in job.describe_alike(name, ranks, world).items()
                  if holdings.digest() != job.describe_dry(name, own, world).digest()]
         records.append({"layout": name, "ranks": sorted(rank for ranks in lists for rank in ranks), "lists": len(lists),
                         "wrong": wrong})

@@ -313,3 +313,41 @@ def wandb(rank, folder):
     module.log = lambda values, step=None, **kwargs: write(folder, "wandb", rank, step=step, names=sorted(values))
     sys.modules["wandb"] = module
     record(rank, folder)
+
+
+def count_memory(rank, folder):
+    """For every switch: the bytes of all tensors of models, gradients and optimizers before and after it, and the most that the
+    allocator held beyond what it held before it, counted from its own events."""
+    import gc
+
+    import torch
+    from megatron_dynatrain import session as sessions
+    from torch.profiler import ProfilerActivity, profile
+
+    record(rank, folder)
+    session = sessions.current()
+    switch = type(session).switch
+
+    def held():
+        gc.collect()
+        live, storages = session.job.live, {}
+        tensors = [t for chunk in live.model for t in [*chunk.parameters(), *(buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)]]
+        for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+            tensors += [t for group in part.optimizer.param_groups for t in group["params"]]
+            tensors += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        for tensor in tensors:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return sum(storages.values())
+
+    def counted_switch(self, iteration):
+        before = held()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            switch(self, iteration)
+        level = peak = 0
+        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            level += event.nbytes()
+            peak = max(peak, level)
+        write(folder, "memory", rank, before=before, after=held(), peak=before + peak, left=level)
+
+    type(session).switch = counted_switch

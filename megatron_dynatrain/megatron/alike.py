@@ -13,16 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from megatron_dynatrain.megatron.describe import LocatedTensor, describe_located, ensure_states, leaf_optimizers, locate
+from megatron_dynatrain.megatron.describe import (LocatedTensor, describe_located, ensure_states, gradient_bytes,
+                                                   leaf_optimizers, locate)
 from megatron_dynatrain.space import Holdings
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Alike:
-    """holdings: of each rank, by rank. gradient_bytes: what each of them holds gradients in."""
-
-    holdings: dict[int, Holdings]
-    gradient_bytes: int
 
 
 class Families:
@@ -128,14 +121,8 @@ def _copied(groups: list[dict]) -> list[dict]:
     return [{**group, "params": list(group["params"])} for group in groups]
 
 
-def gradient_bytes(model: list) -> int:
-    """What a rank with these chunks holds gradients in: the buffers of Megatron's DDP."""
-    return sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for chunk in model
-               for buffer in [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])])
-
-
 def describe_alike(model: list, optimizer, constructions: list[_Construction], families: Families,
-                   ranks: list[int]) -> Alike | None:
+                   ranks: list[int]) -> dict[int, Holdings] | None:
     """What each of `ranks` holds, given the model and the optimizer of the last of them; the process is in its dry world.
 
     None where more than the data-parallel seat could differ: then each must be built. Not collective.
@@ -144,14 +131,15 @@ def describe_alike(model: list, optimizer, constructions: list[_Construction], f
 
     builder = ranks[-1]
     located = locate(model)
-    own = describe_located(located, leaf_optimizers(optimizer)).holdings
+    gradients = gradient_bytes(model)
+    own = describe_located(located, leaf_optimizers(optimizer), gradients).holdings
     groups = [parallel_state.get_data_parallel_group(with_context_parallel=True),
               parallel_state.get_expert_data_parallel_group()]
     rebuilt = {id(construction.made): construction for construction in constructions}
     parts = leaf_optimizers(optimizer)
     buffers = [buffer for part in parts if id(part) in rebuilt for buffer in part.buffers]
     if not all(map(families.knows, [*groups, *(buffer.data_parallel_group for buffer in buffers)])):
-        return None if len(ranks) > 1 else Alike({builder: own}, gradient_bytes(model))
+        return None if len(ranks) > 1 else {builder: own}
     holdings = {}
     for rank in ranks[:-1]:
         numbers = {families.position(group, builder): families.position(group, rank) for group in groups}
@@ -159,8 +147,8 @@ def describe_alike(model: list, optimizer, constructions: list[_Construction], f
         if len(seated) != len(located) or len(numbers) < len(set(families.position(g, rank) for g in groups)):
             return None
         holdings[rank] = describe_located(seated, [
-            _at_another_seat(rebuilt[id(part)], families, rank) if id(part) in rebuilt else part for part in parts]).holdings
-    return Alike({**holdings, builder: own}, gradient_bytes(model))
+            _at_another_seat(rebuilt[id(part)], families, rank) if id(part) in rebuilt else part for part in parts], gradients).holdings
+    return {**holdings, builder: own}
 
 
 def _with_replica_numbers(located: list[LocatedTensor], numbers: dict[int, int]) -> Iterator[LocatedTensor]:

@@ -12,11 +12,13 @@ each parameter that this rank owns. (megatron-core: `dist_checkpointing.mapping`
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from megatron_dynatrain.errors import SpaceError, reason
 from megatron_dynatrain.geometry import Box, flat_interval_boxes, row_major_strides
-from megatron_dynatrain.space import Holdings, LogicalTensor, Piece, Storage
+from megatron_dynatrain import late
+from megatron_dynatrain.space import Holdings, LogicalTensor, Memory, Piece, Storage
 
 WEIGHT = "weight"  # field of parameters and persistent buffers
 MASTER = "param"  # field of fp32 masters, as Megatron's optimizers name it
@@ -46,13 +48,15 @@ class LocalPiece:
 class RankState:
     """The description of a rank and the objects that it describes.
 
-    holdings: what the rank holds. storages: the flat tensors, numbered as in `holdings.storages`.
+    holdings: what the rank holds. storages: the flat tensors, numbered as in `holdings.storages`. allocations: what they lie
+    in, numbered as in `holdings.memory`.
     params: for every parameter that an optimizer owns here, in the optimizer's order: its pieces, the optimizer, the
     tensor that the optimizer updates and the group that it is in.
     """
 
     holdings: Holdings
     storages: list[torch.Tensor]
+    allocations: list[torch.UntypedStorage]
     owned: list["OwnedParam"] = field(default_factory=list)
 
 
@@ -82,7 +86,13 @@ def describe(model: list, optimizer) -> RankState:
     model: the chunks that Megatron's training loop holds. optimizer: a MegatronOptimizer whose states exist (see
     `ensure_states`), or None. Raises SpaceError for a tensor that cannot be placed in the space.
     """
-    return describe_located(locate(model), leaf_optimizers(optimizer))
+    return describe_located(locate(model), leaf_optimizers(optimizer), gradient_bytes(model))
+
+
+def gradient_bytes(model: list) -> int:
+    """What a rank with these chunks holds gradients in: the buffers of Megatron's DDP."""
+    return sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for chunk in model
+               for buffer in [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])])
 
 
 def locate(model: list) -> list[LocatedTensor]:
@@ -94,22 +104,27 @@ def locate(model: list) -> list[LocatedTensor]:
     return located
 
 
-def describe_located(located: list[LocatedTensor], optimizers: list) -> RankState:
-    """The state of a rank with these model tensors and these optimizers (see `leaf_optimizers`). Not collective."""
+def describe_located(located: list[LocatedTensor], optimizers: list, gradients: int) -> RankState:
+    """The state of a rank with these model tensors, these optimizers (see `leaf_optimizers`) and as many bytes of gradients.
+    Not collective."""
     with torch._C.DisableTorchFunction():  # only shapes are read; a device map would look at every call
-        return _described(located, optimizers)
+        return _described(located, optimizers, gradients)
 
 
-def _described(located: list[LocatedTensor], optimizers: list) -> RankState:
+def _described(located: list[LocatedTensor], optimizers: list, gradients: int) -> RankState:
     storages: list[Storage] = []
     tensors: list[torch.Tensor] = []
     pieces: list[Piece] = []
     by_param: dict[int, tuple[LocalPiece, ...]] = {}
     names: dict[int, str] = {}
+    allocations: dict[int, tuple[torch.UntypedStorage, int]] = {}  # by address: the object and its number
+    allocation_of: list[int] = []
 
     def add_storage(name: str, tensor: torch.Tensor) -> int:
         storages.append(Storage(name, tensor.numel(), _dtype_name(tensor)))
         tensors.append(tensor.detach().view(-1))
+        allocation = tensor.untyped_storage()
+        allocation_of.append(allocations.setdefault(allocation._cdata, (allocation, len(allocations)))[1])
         return len(storages) - 1
 
     for item in located:
@@ -137,7 +152,9 @@ def _described(located: list[LocatedTensor], optimizers: list) -> RankState:
                     for box, start in _owned_boxes(local, tuple(param.shape), interval):
                         pieces.append(_piece(local, field_name, state, box, number, start,
                                              row_major_strides(tuple(param.shape)), not any(replica)))
-    return RankState(Holdings.from_pieces(pieces, storages), tensors, owned)
+    held = [allocation for allocation, _ in allocations.values()]
+    memory = Memory(np.array(allocation_of, np.int64), np.array([late.nominal_bytes(each) for each in held], np.int64), gradients)
+    return RankState(Holdings.from_pieces(pieces, storages, memory), tensors, held, owned)
 
 
 def unwrap(model: list) -> list:

@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import gc
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
 
+from megatron_dynatrain import late
 from megatron_dynatrain.errors import DynaTrainError, LayoutRefused, reason
 from megatron_dynatrain.layout import Layout
 from megatron_dynatrain.megatron import alike, carry, conversation, describe, rng
@@ -16,7 +18,7 @@ from megatron_dynatrain.megatron.build import Recipe, release
 from megatron_dynatrain.megatron.data import DataRecipe, shut_down
 from megatron_dynatrain.megatron.dry import dry_world
 from megatron_dynatrain.megatron.groups import ParallelStates, forget_groups
-from megatron_dynatrain.space import Holdings
+from megatron_dynatrain.space import Holdings, Memory
 
 
 @dataclass(slots=True)
@@ -89,16 +91,15 @@ class MegatronJob:
         with self._dry(name, 0, world_size, families.recorded) as target:
             return families.ranks_alike(target)
 
-    def describe_alike(self, name: str, ranks: list[int], world_size: int) -> alike.Alike:
-        """What each of `ranks`, one list of `ranks_alike`, would hold, and what it would hold gradients in: as
-        `describe_dry` of each, from one build. Not collective."""
+    def describe_alike(self, name: str, ranks: list[int], world_size: int) -> dict[int, Holdings]:
+        """What each of `ranks`, one list of `ranks_alike`, would hold: as `describe_dry` of each, from one build. Not
+        collective."""
         families = alike.Families()
         with self._dry(name, ranks[-1], world_size, families.recorded) as target:
             with alike.recorded_optimizers() as constructions:
                 model, optimizer = self._build_dry(name, target)
             described = alike.describe_alike(model, optimizer, constructions, families, ranks)
-        return described or alike.Alike({rank: self.describe_dry(name, rank, world_size) for rank in ranks},
-                                        alike.gradient_bytes(model))
+        return described or {rank: self.describe_dry(name, rank, world_size) for rank in ranks}
 
     def _build_dry(self, name: str, target: Namespace):
         """(model, optimizer) of the dry world that the process is in."""
@@ -154,6 +155,14 @@ class MegatronJob:
         finally:
             self.book.apply(self.live.args, args)
 
+    def memory_limit(self, held: Memory) -> int | None:
+        """What this rank could hold its state and the scratch of a switch in, given that it holds `held` now: bytes, or None
+        where nothing bounds it but the host."""
+        if not torch.cuda.is_available() or next(self.live.model[0].parameters()).device.type != "cuda":
+            return None
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return held.state_bytes + held.gradient_bytes + free
+
     # The steps of a switch, in order.
 
     def quiesce(self) -> None:
@@ -176,7 +185,21 @@ class MegatronJob:
         reconfigure_microbatches(self.args)
 
     def build(self, name: str) -> describe.RankState:
-        """Build the new model and optimizer beside the old ones, and describe them. Not collective."""
+        """Build the new model and optimizer beside the old ones, and describe them. Their tensors take their memory when they
+        are filled (`late`), if that is possible for this model. Not collective."""
+        try:
+            with late.LateMemory(next(self.live.model[0].parameters()).device.type) as memory:
+                state = self._build(name)
+                memory.settle({allocation._cdata for allocation in state.allocations} | _of_gradients(self._next.model))
+                return state
+        except late.MemoryNeeded as error:
+            print(f"[dynatrain] rank {torch.distributed.get_rank()}: layout {name!r} takes its memory at once, beside the old "
+                  f"one's: {error}", file=sys.stderr, flush=True)
+            self._next = None
+            gc.collect()
+            return self._build(name)
+
+    def _build(self, name: str) -> describe.RankState:
         target = self._validated[name]
         with conversation.from_record(self.answers[name]):
             model, optimizer, scheduler = self.recipe.build(target, self.args)
@@ -246,8 +269,22 @@ class MegatronJob:
         self.states.forget(name)
 
 
+def _grad_buffers(model: list) -> list:
+    """The buffers in which Megatron's DDP holds gradients, where it knows how to free them."""
+    return [buffer for chunk in model if hasattr(chunk, "offload_grad_buffers")
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers] if buffer.grad_data is not None]
+
+
+def _of_gradients(model: list) -> set[int]:
+    """The addresses of the storages of gradients."""
+    return {buffer.grad_data.untyped_storage()._cdata for buffer in _grad_buffers(model)}
+
+
 def _give_back_gradients(model: list) -> None:
     """Free the memory of the gradient buffers, which are dead at the boundary: room for the state on its way."""
+    for buffer in _grad_buffers(model):
+        if late.is_late(buffer.grad_data):
+            buffer.grad_data_size = buffer.grad_data.numel()  # as if it had been freed; it never had memory
     for chunk in model:
         if hasattr(chunk, "offload_grad_buffers"):
             chunk.offload_grad_buffers()

@@ -69,4 +69,4 @@ def describe_world(job: MegatronJob, name: str, layout: Layout, world_size: int)
     """What all ranks would hold in `layout`. Raises LayoutRefused. `name` tells layouts of the job apart."""
     job.check(name, layout)
     return World.assemble({rank: own for ranks in job.ranks_alike(name, world_size)
-                           for rank, own in job.describe_alike(name, ranks, world_size).holdings.items()})
+                           for rank, own in job.describe_alike(name, ranks, world_size).items()})

@@ -24,7 +24,7 @@ def main(folder: Path, number: int, count: int) -> None:
         job = _job(task)
         for i, (name, sizes) in enumerate(task["layouts"].items()):
             described = _describe(job, name, Layout(**sizes), task["world_size"], number, count)
-            archive.write(folder / f"{number}.{i}.npz", *described)
+            archive.write(folder / f"{number}.{i}.npz", described)
     except DynaTrainError as error:
         answer["refused"] = {"kind": type(error).__name__, "reason": str(error)}
     except SystemExit:
@@ -57,17 +57,13 @@ def _job(task: dict):
 
 
 def _describe(job, name: str, layout: Layout, world_size: int, number: int, count: int):
-    """({rank: Holdings}, {rank: gradient bytes}) of this process's share: every `count`-th list of ranks alike."""
+    """{rank: Holdings} of this process's share: every `count`-th list of ranks alike."""
     try:
         job.check(name, layout)
-        holdings, gradients = {}, {}
-        for ranks in job.ranks_alike(name, world_size)[number::count]:
-            alike = job.describe_alike(name, ranks, world_size)
-            holdings.update(alike.holdings)
-            gradients.update(dict.fromkeys(ranks, alike.gradient_bytes))
+        return {rank: held for ranks in job.ranks_alike(name, world_size)[number::count]
+                for rank, held in job.describe_alike(name, ranks, world_size).items()}
     except DynaTrainError as error:
         raise type(error)(f"layout {name!r}: {error}") from error
-    return holdings, gradients
 
 
 if __name__ == "__main__":

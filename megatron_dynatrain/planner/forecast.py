@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_dynatrain.planner.cluster import Cluster
 from megatron_dynatrain.planner.survey import Survey
-from megatron_dynatrain.planning import Balance, Cells, Plan, draft_plan, finish_plan
+from megatron_dynatrain.planning import Balance, Cells, Plan, draft_plan, finish_plan, peak_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ def forecast(src: Survey, dst: Survey, cluster: Cluster, staging_bytes: int) -> 
     sent, received = plan.rank_bytes("src"), plan.rank_bytes("dst")
     bound_seconds, bound_by = cluster.bound(plan)
     return Forecast(plan, balance, src, dst, cluster, seconds, one_rank_seconds, sent, received,
-                    peak_bytes(src, dst, staging_bytes), _by_field(plan), len(plan.messages[0]), bound_seconds, bound_by,
+                    _peak_bytes(plan, src, dst), _by_field(plan), len(plan.messages[0]), bound_seconds, bound_by,
                     cluster.estimate(plan))
 
 
@@ -104,7 +104,7 @@ def _by_field(plan: Plan) -> dict[str, tuple[int, int, int]]:
     return {field: tuple(int(column[i]) for column in sums) for i, field in enumerate(fields)}
 
 
-def peak_bytes(src: Survey, dst: Survey, staging_bytes: int) -> np.ndarray:
-    """The most that each rank holds in the switch, int64 [num_ranks]: old and new state side by side, the gradient buffers
-    that Megatron allocates with the new model, and the staging."""
-    return src.state_bytes + dst.state_bytes + dst.gradient_bytes + staging_bytes
+def _peak_bytes(plan: Plan, src: Survey, dst: Survey) -> np.ndarray:
+    """The most that each rank holds in the switch, int64 [num_ranks]."""
+    return np.array([peak_bytes(plan, rank, *memories) for rank, *memories in
+                     zip(plan.src.ranks.tolist(), src.memory, dst.memory, strict=True)], np.int64)

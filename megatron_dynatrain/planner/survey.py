@@ -24,7 +24,7 @@ import numpy as np
 from megatron_dynatrain import archive, errors
 from megatron_dynatrain.errors import ConfigError
 from megatron_dynatrain.layout import LAUNCH, Layout
-from megatron_dynatrain.space import Holdings, World
+from megatron_dynatrain.space import Memory, World
 
 _RANKS_PER_PROCESS = 64  # fewer are not worth the start of another process
 
@@ -44,16 +44,22 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Survey:
-    """One layout, described. The arrays are int64 [num_ranks], in the order of `world.ranks`.
-
-    state_bytes: what a rank holds weights, persistent buffers, masters and optimizer states in. gradient_bytes: what it holds
-    gradients in while it trains. seconds: what describing took; 0 where it was kept from before.
-    """
+    """One layout, described. memory: of each rank, in the order of `world.ranks`. seconds: what describing took; 0 where it was
+    kept from before."""
 
     world: World
-    state_bytes: np.ndarray
-    gradient_bytes: np.ndarray
+    memory: list[Memory]
     seconds: float
+
+    @property
+    def state_bytes(self) -> np.ndarray:
+        """What ranks hold weights, persistent buffers, masters and optimizer states in: int64 [num_ranks]."""
+        return np.array([memory.state_bytes for memory in self.memory], np.int64)
+
+    @property
+    def gradient_bytes(self) -> np.ndarray:
+        """What ranks hold gradients in while they train: int64 [num_ranks]."""
+        return np.array([memory.gradient_bytes for memory in self.memory], np.int64)
 
 
 def describe(job: Job, layouts: dict[str, Layout], world_size: int, num_processes: int,
@@ -82,17 +88,8 @@ def default_cache() -> Path:
 
 
 def _survey(path: Path, seconds: float) -> Survey:
-    holdings, gradients = archive.read(path)
-    ranks = sorted(holdings)
-    return Survey(World.assemble(holdings), np.array([state_bytes(holdings[rank]) for rank in ranks], np.int64),
-                  np.array([gradients[rank] for rank in ranks], np.int64), seconds)
-
-
-def state_bytes(holdings: Holdings) -> int:
-    """What the storages of a rank take: each counted once, however many pieces lie in it."""
-    itemsize = np.zeros(len(holdings.storages), np.int64)
-    itemsize[holdings.storage] = np.array([tensor.itemsize for tensor in holdings.tensors], np.int64)[holdings.boxes.tensor]
-    return int((itemsize * np.array([storage.numel for storage in holdings.storages], np.int64)).sum())
+    holdings = archive.read(path)
+    return Survey(World.assemble(holdings), [holdings[rank].memory for rank in sorted(holdings)], seconds)
 
 
 def _run(job: Job, layouts: dict[str, Layout], world_size: int, num_processes: int, folder: Path) -> None:

@@ -131,15 +131,23 @@ class Plan:
 
         A local copy belongs to the window of the next message, so that it is made while that is in flight.
         """
-        src, dst, *_ = self.messages
-        own = np.nonzero((src == rank) | (dst == rank))[0]
+        src, *_ = self.messages
+        own = self._messages_by_rank.get(rank, np.empty(0, np.int64))
         window = self._windows_of_messages(own, src[own] == rank)
-        rows = np.nonzero((self.src_rank == rank) | (self.dst_rank == rank))[0]
+        rows = self._rows_by_rank.get(rank, np.empty(0, np.int64))
         local = self.message[rows] < 0
         starts = np.diff(self.message[rows[~local]], prepend=-1) != 0
         of_row = np.full(len(rows), window.max(initial=0))
         of_row[~local] = window[np.cumsum(starts) - 1]
         return rows, np.minimum.accumulate(of_row[::-1])[::-1]
+
+    @cached_property
+    def _rows_by_rank(self) -> dict[int, np.ndarray]:
+        return _by_rank(self.src_rank, self.dst_rank)
+
+    @cached_property
+    def _messages_by_rank(self) -> dict[int, np.ndarray]:
+        return _by_rank(*self.messages[:2])
 
     def _windows_of_messages(self, own: np.ndarray, sends: np.ndarray) -> np.ndarray:
         """The windows in which a rank walks its messages `own`, of which it sends `sends` (bool) and receives the others."""
@@ -164,12 +172,9 @@ class Plan:
     @cached_property
     def num_windows(self) -> int:
         """The most windows that any rank walks (of a rank's plan: that rank)."""
-        src, dst, *_ = self.messages
-        rank, message = np.concatenate([src, dst]), np.tile(np.arange(len(src)), 2)
-        by_rank = np.lexsort((message, rank))
-        by_rank = by_rank if self.rank is None else by_rank[rank[by_rank] == self.rank]
-        return max(int(self._windows_of_messages(message[own], own < len(src)).max(initial=-1)) + 1
-                   for own in np.split(by_rank, np.nonzero(np.diff(rank[by_rank]))[0] + 1))
+        src, *_ = self.messages
+        return max((int(self._windows_of_messages(own, src[own] == rank).max()) + 1
+                    for rank, own in self._messages_by_rank.items() if self.rank in (None, rank)), default=0)
 
     @cached_property
     def digest(self) -> str:
@@ -195,6 +200,17 @@ class Plan:
             raise SpaceError(f"an element would be written twice where {self.dst.describe(row)} in the new layout")
         if self.moved_bytes != self.minimum_bytes:
             raise SpaceError(f"the plan moves {self.moved_bytes} bytes where {self.minimum_bytes} suffice")
+
+
+def _by_rank(src: np.ndarray, dst: np.ndarray) -> dict[int, np.ndarray]:
+    """{rank: the rows, ascending, of which it is `src` or `dst`}."""
+    row = np.arange(len(src))
+    between = src != dst
+    rank, row = np.concatenate([src, dst[between]]), np.concatenate([row, row[between]])
+    order = np.lexsort((row, rank))
+    rank, row = rank[order], row[order]
+    starts = np.nonzero(np.diff(rank, prepend=-1))[0]
+    return dict(zip(rank[starts].tolist(), np.split(row, starts[1:]), strict=True)) if len(row) else {}
 
 
 def _addresses(world: World, piece: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dynatrain.planning.balance import Balance
+from megatron_dynatrain.planning.memory import at_rest, peak_bytes
 from megatron_dynatrain.planning.plan import Plan
+from megatron_dynatrain.space import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,8 @@ class Totals:
 
     moved_bytes cross between ranks, local_bytes are copied within; minimum_bytes have to cross in any plan. max_rank_bytes: the
     most that one rank sends or receives; balanced_max_rank_bytes: the same of an ideally balanced plan. num_windows: the most
-    that one rank walks. num_copies: of all ranks that receive.
+    that one rank walks. num_copies: of all ranks that receive. peak_bytes: the most that a rank holds during the switch;
+    peak_extra_bytes: the most that a rank holds beyond what it holds in the larger of the two layouts.
     """
 
     moved_bytes: int
@@ -24,6 +27,8 @@ class Totals:
     balanced_max_rank_bytes: int
     num_windows: int
     num_copies: int
+    peak_bytes: int
+    peak_extra_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +42,16 @@ class Part:
     local: int
     num_windows: int
     num_copies: int
+    peak_bytes: int
+    peak_extra_bytes: int
 
     @classmethod
-    def of(cls, plan: Plan) -> "Part":
-        """Of the plan of one rank."""
+    def of(cls, plan: Plan, src: Memory, dst: Memory, keeps_old: bool) -> "Part":
+        """Of the plan of one rank, its memory in both layouts, and whether it keeps the old state."""
+        peak = peak_bytes(plan, plan.rank, src, dst, keeps_old)
         sent, received = (int(plan.rank_bytes(side)[plan.rank]) for side in ("src", "dst"))
         return cls(plan.rank, sent, received, plan.minimum_bytes, plan.local_bytes, plan.num_windows,
-                   int((plan.dst_rank == plan.rank).sum()))
+                   int((plan.dst_rank == plan.rank).sum()), peak, peak - at_rest(src, dst))
 
 
 def summed(demands: list[dict[tuple[int, ...], int]]) -> dict[tuple[int, ...], int]:
@@ -61,4 +69,5 @@ def total(parts: list[Part], balance: Balance) -> Totals:
     received[[part.rank for part in parts]] = [part.received for part in parts]
     return Totals(sum(p.received for p in parts), sum(p.minimum for p in parts), sum(p.local for p in parts),
                   max(max(p.sent, p.received) for p in parts), balance.max_rank_bytes(received),
-                  max(p.num_windows for p in parts), sum(p.num_copies for p in parts))
+                  max(p.num_windows for p in parts), sum(p.num_copies for p in parts), max(p.peak_bytes for p in parts),
+                  max(p.peak_extra_bytes for p in parts))

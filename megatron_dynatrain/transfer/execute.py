@@ -15,29 +15,32 @@ import torch.distributed as dist
 
 from megatron_dynatrain.errors import TransferError
 from megatron_dynatrain.planning.plan import Plan
+from megatron_dynatrain.transfer.memory import Exchange
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_storages: Sequence[torch.Tensor],
-            timeout: timedelta = DEFAULT_TIMEOUT) -> int:
+            timeout: timedelta = DEFAULT_TIMEOUT, exchange: Exchange | None = None) -> int:
     """Copy every piece of `plan` that `rank` sends, receives or keeps; returns the bytes that it received from others.
 
     Collective over all ranks of both worlds, on the default process group, whose ranks are the plan's ranks.
 
     plan: that of all ranks or of `rank`. src_storages, dst_storages: this rank's flat 1-D tensors, numbered as in the
-    descriptions; empty for a rank that is not a member. The two sets must not share memory. Scratch is at most
-    `plan.staging_bytes`. Raises TransferError, naming the ranks that did not answer, where a window takes longer than `timeout`.
+    descriptions; empty for a rank that is not a member. The two sets must not share memory. exchange: takes and gives back their
+    memory on the way; without it all of it is there, and stays. Scratch is at most `plan.staging_bytes`. Raises TransferError, naming the ranks that did not answer, where a window takes longer than `timeout`.
     """
     received = 0
     with torch.no_grad():
         rows, window = plan.windows(rank)
         steps = [_Step(plan, rank, rows[window == number], src_storages, dst_storages)
-                 for number in range(int(window.max(initial=-1)) + 1)]
+                 for number in range(int(window.max(initial=0)) + 1)]
         previous = None
         for number, step in enumerate(steps):
             if number == 0:
                 step.pack()
+            if exchange is not None:
+                exchange.before(number)
             step.post()
             step.copy_locally()
             if previous is not None:
@@ -46,6 +49,8 @@ def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_sto
                 steps[number + 1].pack()
             step.wait(timeout, number)
             received += step.received
+            if exchange is not None:
+                exchange.after(number)
             previous, steps[number] = step, None
         if previous is not None:
             previous.unpack()

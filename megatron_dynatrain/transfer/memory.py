@@ -1,0 +1,58 @@
+"""The memory of both states during a transfer: the new one's is taken as late, the old one's given back as early as can be."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_dynatrain.planning.memory import BEFORE, Turnover
+from megatron_dynatrain.space import Memory
+
+
+class Allocations:
+    """The allocations in which the storages of a rank's state lie.
+
+    storages: the flat tensors of the state. held: what they lie in, numbered as in `memory`.
+    """
+
+    def __init__(self, storages: Sequence[torch.Tensor], held: Sequence[torch.UntypedStorage], memory: Memory):
+        self._storages, self._held, self._memory = storages, held, memory
+
+    def take(self, number: int) -> None:
+        """Memory for an allocation that has none. What lies between its storages is zero, the rest has any values."""
+        allocation, nbytes = self._held[number], int(self._memory.nbytes[number])
+        if allocation.nbytes() == nbytes:
+            return
+        allocation.resize_(nbytes)
+        end = 0
+        flat = torch.empty(0, dtype=torch.uint8, device=allocation.device).set_(allocation)
+        for begin, stop in [*sorted(self._extents(number)), (nbytes, nbytes)]:
+            if begin > end:
+                flat[end:begin].zero_()
+            end = max(end, stop)
+
+    def _extents(self, number: int):
+        for storage, of in zip(self._storages, self._memory.of_storage.tolist(), strict=True):
+            if of == number:
+                yield (storage.storage_offset() * storage.element_size(),
+                       (storage.storage_offset() + storage.numel()) * storage.element_size())
+
+    def give_back(self, number: int) -> None:
+        """Free the memory of an allocation; the tensors that lie in it stay, without any."""
+        self._held[number].resize_(0)
+
+
+class Exchange:
+    """Takes and gives back, window by window, what `turnover` says. src: None where the old state is to stay."""
+
+    def __init__(self, turnover: Turnover, src: Allocations | None, dst: Allocations):
+        self._turnover, self._src, self._dst = turnover, src, dst
+        self.after(BEFORE)
+
+    def before(self, window: int) -> None:
+        for number in (self._turnover.taken == window).nonzero()[0].tolist():
+            self._dst.take(number)
+
+    def after(self, window: int) -> None:
+        if self._src is not None:
+            for number in (self._turnover.given == window).nonzero()[0].tolist():
+                self._src.give_back(number)
