@@ -105,6 +105,19 @@ def test_every_seam_is_in_the_release_as_the_table_says(release, version, tmp_pa
         assert {*seam.parameters} <= {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)}, seam.name
 
 
+@pytest.mark.parametrize("release, version", versions.TESTED.items(), ids=versions.TESTED.values())
+def test_pretrain_gives_the_objects_of_the_first_layout_to_wrapped_functions_only(release, version, tmp_path):
+    """`pretrain` keeps them in its locals; what it passes them to must exchange them for those of the current layout."""
+    held = {"optimizer", "opt_param_scheduler", "train_data_iterator", "valid_data_iterator", "test_data_iterator"}
+    pretrain = find(wheels.unpack(version, tmp_path), "megatron.training.training", "pretrain")
+    given = {getattr(call.func, "id", getattr(call.func, "attr", None)) for call in ast.walk(pretrain)
+             if isinstance(call, ast.Call) and held & {getattr(value, "id", None) for value in
+                                                       (*call.args, *(keyword.value for keyword in call.keywords))}}
+    given -= {"evaluate_and_print_results_rl"}  # --perform-rl-step is refused
+    assert {"train", "evaluate_and_print_results"} < given
+    assert given <= {seam.name for seam in seams.SEAMS if seam.module == "megatron.training.training" and seam.is_of(release)}
+
+
 def find(root, module, name):
     """The definition of a function of a module, followed through its imports."""
     path = root / (module.replace(".", "/") + ".py")
