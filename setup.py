@@ -13,7 +13,9 @@ setup(
     description="Change the parallel layout of a running Megatron job in memory, without a restart",
     license="Apache-2.0",
     python_requires=">=3.12",
-    packages=find_packages(include=["megatron_dynatrain", "megatron_dynatrain.*"]),
+    packages=[*find_packages(include=["megatron_dynatrain", "megatron_dynatrain.*"]), "megatron_dynatrain.patches"],
+    package_dir={"megatron_dynatrain.patches": "patches"},  # for `python -m megatron_dynatrain patch`, where it is installed
+    package_data={"megatron_dynatrain.patches": ["*/*.patch"]},
     install_requires=["torch", "numpy", "PyYAML", "msgspec"],
     extras_require={
         # What this release was checked against, on the CPU. Megatron needs psutil for torch_dist

@@ -7,12 +7,14 @@
     request    ask a running job for a switch
     status     say what the job of a run directory is doing
     cancel     take a request back
+    patch      patch a Megatron-LM checkout, so that its jobs need no launcher
 """
 
 import argparse
 import sys
 
 from megatron_dynatrain.bench import command as bench
+from megatron_dynatrain.patching import command as patching
 from megatron_dynatrain.planner import command as planner
 from megatron_dynatrain.run_dir import commands as run_dir
 from megatron_dynatrain.timeline import command as timeline
@@ -34,6 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_flags(measuring)
     measuring.set_defaults(run=bench.run)
     run_dir.add_flags(commands)
+    patch = commands.add_parser("patch", help=patching.HELP, allow_abbrev=False)
+    patching.add_flags(patch)
+    patch.set_defaults(run=patching.run)
     flags = parser.parse_args(arguments[:at])
     flags.script = arguments[at + 1:]
     sys.exit(flags.run(flags))

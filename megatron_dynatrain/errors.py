@@ -26,6 +26,10 @@ class UnsupportedMegatron(DynaTrainError, RuntimeError):
     """The installed Megatron is not one that this package was checked against."""
 
 
+class PatchError(DynaTrainError, ValueError):
+    """A Megatron-LM source tree cannot be patched. Nothing in it has been changed."""
+
+
 class SpaceError(DynaTrainError, RuntimeError):
     """Descriptions of a layout do not cover the Virtual Parameter Space exactly once."""
 

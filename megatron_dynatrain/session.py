@@ -28,6 +28,7 @@ class Session:
     """Decides at iteration boundaries, hands switches to the controller, reports them, and answers who asked.
 
     boundary: the first iteration after whose end `at_boundary` has something to do. An idle step compares two integers.
+    loop_asks: Megatron's loop asks at its boundaries itself, as it does in a patched checkout (see `checkout`).
     iteration: how many iterations have finished.
     before_switch: called with (iteration, target) before each switch; the time that they take is not part of the stall. What
     one of them raises on any rank refuses the switch on all.
@@ -39,6 +40,7 @@ class Session:
         self.job = job
         self.config: Config | None = None  # None: the job was launched without --dynatrain-config
         self.boundary = NEVER
+        self.loop_asks = False
         self.iteration = 0
         self.pending: list[Item] = []
         self.controller: Controller | None = None

@@ -2,46 +2,71 @@
 
     torchrun --nproc-per-node 8 -m megatron_dynatrain.launch --cpu scripts/pretrain_gpt.py <Megatron arguments>
 
-For the same release, NVIDIA's own `pretrain_gpt.py` runs in its place.
+It runs on megatron-core 0.17, 0.18 and 0.19, whose APIs for scripts differ. NVIDIA's own `pretrain_gpt.py` of the same release
+runs in its place.
 """
 
 from functools import partial
 
 import torch
-from megatron.core import mpu
+from megatron.core import mpu, package_info
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+RELEASE = (package_info.MAJOR, package_info.MINOR)
+if RELEASE >= (0, 18):
+    from megatron.core.utils import get_batch_on_this_tp_rank
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+else:
+    from megatron.training.utils import get_batch_on_this_tp_rank
+if RELEASE >= (0, 19):
+    from megatron.training.argument_utils import gpt_config_from_args
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # each [micro_batch_size, seq_length]
 
 
 def holds_mtp(vp_stage):
     config = core_transformer_config_from_args(get_args())
+    if RELEASE < (0, 18):
+        return mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
     return mtp_on_this_rank(layout=config.pipeline_model_parallel_layout, mtp_num_layers=config.mtp_num_layers,
                             ignore_virtual=False, vp_stage=vp_stage)
 
 
 def get_batch(data_iterator, vp_stage):
     """The micro-batch of this rank as a tuple in the order of BATCH_KEYS; Nones on pipeline stages that need no data."""
-    args = get_args()
     if not is_first_or_last_pipeline_stage(vp_stage) and not holds_mtp(vp_stage):
         return (None,) * len(BATCH_KEYS)
+    if RELEASE < (0, 18):
+        batch = get_batch_on_this_tp_rank(data_iterator, mtp_on_this_rank=holds_mtp(vp_stage))
+        batch = get_batch_on_this_cp_rank({key: batch[key] for key in BATCH_KEYS})
+    else:
+        batch = get_batch_on_this_cp_rank(broadcast_over_tp(data_iterator, vp_stage), is_hybrid_cp=False,
+                                          cp_group=mpu.get_context_parallel_group())
+    return tuple(batch.get(key) for key in BATCH_KEYS)
+
+
+def broadcast_over_tp(data_iterator, vp_stage):
+    """The next micro-batch, from the first rank of the tensor-parallel group."""
+    args = get_args()
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         batch = {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items() if key in BATCH_KEYS}
-    batch = get_batch_on_this_tp_rank(
+    packed = "has_cu_seqlens" if RELEASE >= (0, 19) else "is_sft"
+    return get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
@@ -52,9 +77,8 @@ def get_batch(data_iterator, vp_stage):
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+        **{packed: False},
     )
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-    return tuple(batch.get(key) for key in BATCH_KEYS)
 
 
 def loss_func(loss_mask, output_tensor):
@@ -94,7 +118,35 @@ def train_valid_test_datasets_provider(num_samples, vp_stage=None):
 train_valid_test_datasets_provider.is_distributed = True  # every rank calls it
 
 
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    """The chunk of the model at one pipeline stage, for releases before 0.19; since then Megatron builds it from arguments."""
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    kind = dict(use_transformer_engine=args.transformer_impl == "transformer_engine")
+    mtp = None
+    if args.mtp_num_layers:
+        last_layer = specs.get_gpt_decoder_layer_specs(config, normalization=args.normalization, **kind)[-1]
+        mtp = specs.get_gpt_mtp_block_spec(config, last_layer, vp_stage=vp_stage, **kind)
+    return GPTModel(
+        config=config, vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
+        transformer_layer_spec=specs.get_gpt_decoder_block_spec(config, normalization=args.normalization, vp_stage=vp_stage,
+                                                                **kind),
+        mtp_block_spec=mtp, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling, fp16_lm_cross_entropy=args.fp16_lm_cross_entropy, parallel_output=True)
+
+
+def main():
+    provider, model_type = train_valid_test_datasets_provider, ModelType.encoder_or_decoder
+    if RELEASE < (0, 18):
+        pretrain(provider, model_provider, model_type, forward_step)
+    elif RELEASE < (0, 19):
+        pretrain(pretrain_cfg_container_from_args(parse_and_validate_args()), provider, model_provider, model_type, forward_step)
+    else:
+        args = parse_and_validate_args()
+        pretrain(pretrain_cfg_container_from_args(args, gpt_config_from_args(args)), provider, model_type, forward_step)
+
+
 if __name__ == "__main__":
-    args = parse_and_validate_args()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    main()

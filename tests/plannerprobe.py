@@ -39,7 +39,7 @@ def num_parameters(rank, folder, model, launch, world):
     """The number of parameters of a model file: first and last pipeline stage together name every logical tensor."""
     from megatron_dynatrain.megatron import command_line, dry_pretrain
 
-    arguments = {**command_line.PLAIN, **command_line.LOCAL, **model, **launch}
+    arguments = command_line.completed({**model, **launch}, command_line.LOCAL)
     job = captured([dry_pretrain.__file__, *command_line.words(arguments, "test")], world)
     job.check(LAUNCH, Layout())
     tensors = {tensor for rank in (0, world - 1) for tensor in job.describe_dry(LAUNCH, rank, world).tensors}

@@ -39,6 +39,7 @@ def assert_same_steps(steps, expected, tolerance):
         assert step["lr"] == expected[iteration]["lr"], iteration
 
 
+@pytest.mark.core
 def test_eight_ranks_two_switches_same_losses(jobs, tmp_path):
     arguments = {**TP2_PP2, "train-iters": 24, "global-batch-size": 8}
     plain = jobs.run(tmp_path / "plain", 8, arguments, kind="plain").assert_ok()
@@ -59,6 +60,7 @@ def test_eight_ranks_two_switches_same_losses(jobs, tmp_path):
         assert event["stall_seconds"] == pytest.approx(sum(event["phases"].values()), abs=1e-4)
 
 
+@pytest.mark.core
 def test_there_and_back_without_a_step_leaves_later_steps_bit_identical(jobs, tmp_path):
     plain = jobs.run(tmp_path / "plain", 4, TP2_PP2, kind="plain").assert_ok()
     back = jobs.run(tmp_path / "back", 4, TP2_PP2, config((3, "data"), (3, "deep"), (3, "launch"))).assert_ok()
@@ -84,6 +86,7 @@ def test_ten_random_switches_and_back_leave_later_steps_bit_identical(jobs, tmp_
     assert back.steps == plain.steps
 
 
+@pytest.mark.core
 def test_idle_plugin_changes_no_bit(jobs, tmp_path):
     arguments = {**TP2, "train-iters": 5}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
@@ -95,19 +98,19 @@ def test_idle_plugin_changes_no_bit(jobs, tmp_path):
 @pytest.mark.parametrize("arguments, optimizer, tolerance", [
     pytest.param({}, "torch", 1e-5, id="fp32-torch-adamw"),
     pytest.param({"bf16": True}, "fused", 2e-2, id="bf16-fused"),
-    pytest.param({"bf16": True}, "torch", 2e-2, id="bf16-torch-adamw"),
+    pytest.param({"bf16": True}, "torch", 2e-2, id="bf16-torch-adamw", marks=pytest.mark.core),
     pytest.param({"bf16": True, "use-distributed-optimizer": None}, "fused", 2e-2, id="bf16-not-distributed"),
     pytest.param({"use-distributed-optimizer": None}, "fused", 1e-5, id="fp32-not-distributed"),
     pytest.param({"overlap-grad-reduce": True, "ddp-bucket-size": 4000}, "fused", 1e-5, id="overlap-grad-reduce"),
     pytest.param({"overlap-grad-reduce": True, "overlap-param-gather": True, "ddp-bucket-size": 4000}, "fused", 1e-5,
-                 id="overlap-param-gather"),
+                 id="overlap-param-gather", marks=pytest.mark.core),
     pytest.param({"overlap-grad-reduce": True, "overlap-param-gather": True, "bf16": True}, "fused", 2e-2,
                  id="overlap-param-gather-bf16"),
     pytest.param({"untie-embeddings-and-output-weights": None}, "fused", 1e-5, id="tied-embeddings"),
     pytest.param({"fp16": True, "initial-loss-scale": 2.0**9, "min-loss-scale": 1.0, "loss-scale-window": 3, "hysteresis": 1,
                   "use-distributed-optimizer": None}, "fused", 2e-2, id="fp16-not-distributed"),
     pytest.param({"fp16": True, "initial-loss-scale": 2.0**30, "loss-scale-window": 3, "hysteresis": 2}, "fused", 2e-2,
-                 id="fp16-after-skipped-steps"),
+                 id="fp16-after-skipped-steps", marks=pytest.mark.core),
     pytest.param({"decoupled-lr": 1e-3, "decoupled-min-lr": 1e-4}, "fused", 1e-5, id="own-learning-rates"),
     pytest.param({"optimizer": "sgd", "use-distributed-optimizer": None, "lr": 0.05}, "fused", 1e-5, id="sgd"),
 ])
@@ -131,6 +134,7 @@ def test_frozen_parameters(jobs, tmp_path, part):
     assert_same_steps(switched.steps, plain.steps, 1e-5)
 
 
+@pytest.mark.core
 def test_evaluation_during_and_after_training(jobs, tmp_path):
     arguments = {**TP2_PP2, "train-iters": 8, "eval-interval": 3, "eval-iters": 2}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
@@ -157,6 +161,18 @@ def test_checkpoint_saved_after_a_switch_loads_in_either_layout(jobs, tmp_path, 
         loaded = jobs.run(tmp_path / name, 4, {**form, **sizes, "train-iters": 8, "load": tmp_path / "ckpt"},
                           kind="plain").assert_ok()
         assert_same_steps(loaded.steps, {i: plain.steps[i] for i in (6, 7, 8)}, 1e-5)
+
+
+@pytest.mark.core
+def test_checkpoint_saved_after_the_last_step_holds_the_current_layout(jobs, tmp_path):
+    """Megatron saves it from `pretrain`, which still has the objects of the first layout."""
+    form = {"ckpt-format": "torch_dist", "dist-ckpt-optim-fully-reshardable": True}
+    plain = jobs.run(tmp_path / "plain", 4, {**TP2_PP2, **form, "train-iters": 8}, kind="plain").assert_ok()
+    jobs.run(tmp_path / "saved", 4, {**TP2_PP2, **form, "train-iters": 5, "save": tmp_path / "ckpt", "save-interval": 100},
+             config((2, "data"))).assert_ok()
+    longer = {**TP2_PP2, **form, "train-iters": 8, "load": tmp_path / "ckpt", "override-opt-param-scheduler": True}
+    loaded = jobs.run(tmp_path / "loaded", 4, longer, kind="plain").assert_ok()
+    assert_same_steps(loaded.steps, {i: plain.steps[i] for i in (6, 7, 8)}, 1e-5)
 
 
 def test_switch_equals_stop_and_restart_by_megatron(jobs, tmp_path):

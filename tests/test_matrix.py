@@ -4,6 +4,7 @@ import pytest
 from matrix import ROUTES, STEPS, launch_of, yaml_of
 
 CASES = [(name, index) for name, route in ROUTES.items() for index in range(1, len(route.layouts))]
+CORE = ("gqa-swiglu-rope", "virtual-pipeline", "moe", "moe-shared-mixed-bias", "mtp-moe-mla")  # what runs on every release
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,9 @@ def text(sizes):
     return ",".join(f"{short.get(key, key)}={value}" for key, value in sizes.items())
 
 
-@pytest.mark.parametrize("name, index", CASES, ids=[
-    f"{name}: {text(ROUTES[name].layouts[i - 1])} -> {text(ROUTES[name].layouts[i])}" for name, i in CASES])
+@pytest.mark.parametrize("name, index", [
+    pytest.param(name, i, id=f"{name}: {text(ROUTES[name].layouts[i - 1])} -> {text(ROUTES[name].layouts[i])}",
+                 marks=[pytest.mark.core] if name in CORE else []) for name, i in CASES])
 def test_change(walked, name, index):
     route = ROUTES[name]
     plain, switched = (result.assert_ok() for result in walked(name))

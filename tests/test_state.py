@@ -13,9 +13,9 @@ ROUTE = ("tp2", "pp4", "launch", "tp2pp2", "pp2", "tp4", "launch", "pp2", "tp2pp
 
 
 @pytest.mark.parametrize("arguments, optimizer", [
-    pytest.param({"verify": "full"}, "fused", id="fp32"),
+    pytest.param({"verify": "full"}, "fused", id="fp32", marks=pytest.mark.core),
     pytest.param({}, "fused", id="fp32-given-back"),
-    pytest.param({"bf16": True}, "fused", id="bf16-given-back"),
+    pytest.param({"bf16": True}, "fused", id="bf16-given-back", marks=pytest.mark.core),
     pytest.param({"bf16": True, "verify": "digest"}, "torch", id="bf16-torch-adamw"),
     pytest.param({"bf16": True, "use-distributed-optimizer": None}, "fused", id="bf16-not-distributed-given-back"),
     pytest.param({"verify": "full", "untie-embeddings-and-output-weights": None, "disable-bias-linear": None,
@@ -38,7 +38,7 @@ def test_every_element_names_its_coordinate(jobs, tmp_path, arguments, optimizer
         assert record["steps"] == [77] and record["elements"] > 10_000
 
 
-@pytest.mark.parametrize("verify", ["full", "digest"])
+@pytest.mark.parametrize("verify", [pytest.param("full", marks=pytest.mark.core), "digest"])
 def test_a_flipped_bit_is_found_and_the_old_layout_goes_on(jobs, tmp_path, verify):
     arguments = {"train-iters": 6}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
@@ -90,7 +90,7 @@ def test_fifty_switches_leave_nothing_behind(jobs, tmp_path):
             assert later["tensors"] <= first["tensors"] * 1.02 + 20, rank
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", [pytest.param("alltoall", marks=pytest.mark.core), "allgather"])
 def test_models_with_experts_die_too(jobs, tmp_path, dispatcher):
     """Their token dispatchers keep the graph of the last step, which keeps the model."""
     experts = {"num-experts": 4, "moe-router-topk": 2, "moe-ffn-hidden-size": 32, "moe-token-dispatcher-type": dispatcher,

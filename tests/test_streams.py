@@ -37,7 +37,7 @@ def states(result, iteration):
     ("pp2", {}, {"tensor-model-parallel-size": None, "pipeline-model-parallel-size": 2}),
     ("tp2pp2", {}, {"pipeline-model-parallel-size": 2}),
     ("tp1", {}, {"tensor-model-parallel-size": 1}),
-    ("ep2", EXPERTS, {"expert-model-parallel-size": 2}),
+    pytest.param("ep2", EXPERTS, {"expert-model-parallel-size": 2}, marks=pytest.mark.core),
 ])
 def test_ranks_share_streams_as_in_a_job_launched_in_that_layout(jobs, tmp_path, layout, arguments, launched):
     switched = run(jobs, tmp_path / "switched", {**DROPOUT, **arguments}, (2, layout))
@@ -46,6 +46,7 @@ def test_ranks_share_streams_as_in_a_job_launched_in_that_layout(jobs, tmp_path,
         assert sharing(switched, iteration) == sharing(fresh, iteration)
 
 
+@pytest.mark.core
 def test_streams_go_on_where_tensor_and_pipeline_parallelism_stay(jobs, tmp_path):
     plain = run(jobs, tmp_path / "plain", {**DROPOUT, **EXPERTS}, kind="plain")
     switched = run(jobs, tmp_path / "switched", {**DROPOUT, **EXPERTS}, (3, "ep2"))

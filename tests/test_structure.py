@@ -21,6 +21,7 @@ PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
         "promise": ("errors",),
         "run_dir": ("agenda", "config", "errors", "layout", "report", "run_dir"),
         "timeline": ("errors", "report", "timeline"),
+        "patching": ("errors", "patching"),
         "planner": ("archive", "config", "errors", "flags", "layout", "planner", "planning", "report", "space")}
 WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
               "consensus": (),
@@ -35,7 +36,7 @@ WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"
                           "report", "requests", "run_dir"),
               "bench": ("bench", "flags", "geometry", "import_hooks", "launch", "megatron", "memory", "planning", "report",
                         "session", "space", "transfer")}
-WITH_MEGATRON = {"megatron", "cpu", "launch", "cli", "__main__", ""}  # "" is the package's __init__
+WITH_MEGATRON = {"megatron", "cpu", "launch", "checkout", "cli", "__main__", ""}  # "" is the package's __init__
 
 
 def imports(path):
@@ -81,6 +82,7 @@ def test_the_rule_knows_every_module():
      ("torch", "megatron")),
     ("import megatron_dynatrain.timeline.command, megatron_dynatrain.timeline.show", ("torch", "megatron")),
     ("import megatron_dynatrain.planner.command, megatron_dynatrain.planner.show", ("torch", "megatron")),
+    ("import megatron_dynatrain.patching.command", ("torch", "megatron")),
     ("import megatron_dynatrain.session, megatron_dynatrain.megatron.seams", ("megatron",)),
 ])
 def test_importing_loads_neither_torch_nor_megatron(statement, absent):

@@ -21,6 +21,7 @@ What it replaces in Megatron (`megatron_parts`), each because the original needs
   different widths, instead of refusing both; elsewhere it computes what it did;
 * the sizes of the token dispatcher's all-to-all: moved "to the CPU" and made numbers though they are there already;
 * gathering and reduce-scattering pieces of different lengths, which gloo refuses (expert-tensor parallelism needs them);
+* the interleaved schedule of 0.17: keeps outputs until backward, since it frees them while gloo may still be sending them;
 * Adam and SGD of the optimizer module: classes with the interface of Apex's `FusedAdam` and `FusedSGD` (the step lives
   in the parameter group), so that a run takes the path that GPU users take. `--cpu-optimizer torch` keeps Megatron's
   own fallback, torch's AdamW.

@@ -15,6 +15,7 @@ def install(optimizer: str) -> None:
     after_import("megatron.core.transformer.dot_product_attention", _attention_with_context_parallelism)
     after_import("megatron.core.transformer.moe.moe_utils", _split_sizes_as_numbers)
     after_import("megatron.core.tensor_parallel.mappings", _uneven_splits_over_gloo)
+    after_import("megatron.core.pipeline_parallel.schedules", _outputs_kept_until_they_are_sent)
     if optimizer == "fused":
         after_import("megatron.core.optimizer.distrib_optimizer", _apex_interface_in_distributed_optimizer)
         after_import("megatron.core.optimizer", _apex_interface_in_optimizer_module)
@@ -103,6 +104,22 @@ def _uneven_splits_over_gloo(module):
 
     module._gather_along_first_dim, module._reduce_scatter_along_first_dim = (
         _gather_along_first_dim, _reduce_scatter_along_first_dim)
+
+
+def _outputs_kept_until_they_are_sent(module):
+    from megatron.core.utils import get_model_config
+
+    from megatron_dynatrain.megatron import versions
+
+    if not versions.frees_outputs_early():
+        return
+    run = module.forward_backward_pipelining_with_interleaving
+
+    def forward_backward_pipelining_with_interleaving(*, model, **kwargs):
+        get_model_config(model[0]).deallocate_pipeline_outputs = False
+        return run(model=model, **kwargs)
+
+    module.forward_backward_pipelining_with_interleaving = forward_backward_pipelining_with_interleaving
 
 
 def _apex_interface_in_distributed_optimizer(module):

@@ -1,4 +1,4 @@
 """Adapters to Megatron-Core and megatron.training: the only place where a Megatron name appears.
 
-Checked against megatron-core 0.19.2; `seams` lists every Megatron name that is wrapped, `versions` what is accepted.
+`seams` lists every Megatron name that is wrapped, `versions` which releases were tested and where else they differ.
 """

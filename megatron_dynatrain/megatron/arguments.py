@@ -12,6 +12,7 @@ from argparse import Namespace
 
 from megatron_dynatrain.errors import LayoutRefused, reason
 from megatron_dynatrain.layout import Layout
+from megatron_dynatrain.megatron import versions
 from megatron_dynatrain.megatron.quiet import quiet
 
 _UNSHARDED = {"micro_batch_size": "", "data_parallel_size": " or with --no-data-sharding"}
@@ -48,6 +49,7 @@ class ArgumentBook:
             args = self._validated(raw)
             self._check_batch(args)
             self._check_samples(args)
+            versions.check_experts(args)
             args.padded_vocab_size = self._padded_vocab_size(args, vocab_size)
             with quiet():
                 transformer_config(args)

@@ -7,12 +7,10 @@ from argparse import Namespace
 
 import torch
 
+from megatron_dynatrain.megatron import versions
 from megatron_dynatrain.megatron.arguments import transformer_config
 from megatron_dynatrain.megatron.describe import ensure_states, unwrap
 from megatron_dynatrain.megatron.quiet import quiet
-
-# Parameters take their memory where they are to stay, and no values: every element is about to be written.
-_UNINITIALISED = {"perform_initialization": False, "use_cpu_initialization": False}
 
 
 class Recipe:
@@ -33,20 +31,21 @@ class Recipe:
     def build(self, target: Namespace, live: Namespace):
         """(model, optimizer, scheduler) for the layout of `target`, whose arguments are the live ones.
 
-        Parameters are not initialised: every element is about to be written. No checkpoint is loaded. Optimizer states
+        Values of parameters mean nothing: every element is about to be written. No checkpoint is loaded. Optimizer states
         exist and are zero. `parallel_state` must be that of the layout. Collective, unless within `conversation`.
         """
         from megatron.core.process_groups_config import ProcessGroupCollection
 
+        uninitialised = versions.uninitialised()
         call = copy.copy(self._call.arguments)
         if self._container is not None:
             call["cfg_container"] = container = self._container_for(target)
             if getattr(container, "model", None) is not None:
-                vars(container.model.transformer).update(_UNINITIALISED)
+                vars(container.model.transformer).update(uninitialised)
         if self._uses_groups:
             call["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         hidden = {"load": None, "pretrained_checkpoint": None, "moe_use_upcycling": False, "ckpt_convert_format": None,
-                  **_UNINITIALISED}
+                  **uninitialised}
         if live.train_samples is not None:
             hidden["train_iters"] = None  # derived from the samples after the first build, and mistaken for a flag by the next
         kept = {name: getattr(live, name, None)
@@ -59,7 +58,7 @@ class Recipe:
         finally:
             vars(live).update(kept)
         for chunk in unwrap(model):
-            vars(chunk.config).update({name: bool(kept[name]) for name in _UNINITIALISED})
+            vars(chunk.config).update({name: bool(kept[name]) for name in uninitialised})
         ensure_states(optimizer)
         return model, optimizer, scheduler
 

@@ -8,6 +8,7 @@ import importlib.util
 
 from megatron_dynatrain.errors import ConfigError
 from megatron_dynatrain.layout import nearest
+from megatron_dynatrain.megatron import versions
 
 # What does not change a description, where a model file leaves it out: no data, no tokenizer, no steps.
 PLAIN = {"mock_data": True, "tokenizer_type": "NullTokenizer", "train_iters": 1, "lr": 1e-4, "eval_iters": 1,
@@ -16,6 +17,14 @@ PLAIN = {"mock_data": True, "tokenizer_type": "NullTokenizer", "train_iters": 1,
 LOCAL = {"transformer_impl": "local", "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
          "bias_swiglu_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False, "no_persist_layer_norm": True,
          "attention_backend": "unfused"}
+
+
+def completed(model: dict, more: dict) -> dict:
+    """The arguments of a model file with what it leaves out, and with `more`, which it overrides."""
+    arguments = {**PLAIN, **more, **model}
+    if "tokenizer_type" not in model and "vocab_size" in model:
+        arguments["vocab_size"] = versions.null_vocab_size(model["vocab_size"])
+    return arguments
 
 
 def words(arguments: dict, source: str) -> list[str]:

@@ -11,6 +11,8 @@ import sys
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_dynatrain.megatron import versions
+
 
 class GroupPool:
     """Stands in for `parallel_state.create_group`: a group that exists already is handed out again.
@@ -111,10 +113,9 @@ class ParallelStates:
 def forget_groups() -> None:
     """Drop what Megatron keeps in module globals with process groups of the layout that is left: the collectors of the losses
     of experts, multi-token prediction and sparse-attention indexers, which the next forward pass makes anew. Not collective."""
-    from megatron.core.transformer.moe import moe_logging
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    moe_logging.destroy_moe_metrics_tracker()
+    versions.forget_losses_of_experts()
     MTPLossLoggingHelper.tracker = {}
     indexer = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
     if indexer is not None:

@@ -38,6 +38,8 @@ def add_flags(session, original):
     @functools.wraps(original)
     def add_megatron_arguments(parser):
         parser = original(parser)
+        if "--dynatrain-config" in parser._option_string_actions:  # a patched checkout has it
+            return parser
         group = parser.add_argument_group(title="megatron_dynatrain")
         group.add_argument("--dynatrain-config", type=str, default=None, metavar="FILE",
                            help="YAML file with the layouts between which this job switches, and when")
@@ -229,7 +231,7 @@ def with_current_objects(session, original):
 
     @functools.wraps(original)
     def on_current_objects(*args, **kwargs):
-        if not session.active:
+        if not session.active or session.job.live is None:  # while the first model is being built
             return original(*args, **kwargs)
         return original(**_resolved(session, signature, args, kwargs))
 
@@ -242,7 +244,7 @@ def watch_boundary(session, original):
         session.iteration = iteration
         if original(model, optimizer, opt_param_scheduler, iteration, *args, **kwargs):
             return True
-        if iteration >= session.boundary and session.at_boundary(iteration):
+        if iteration >= session.boundary and not session.loop_asks and session.at_boundary(iteration):
             session.job.args.train_iters = iteration  # ends the loop; put back as soon as it has returned
         if session.reports_steps:
             session.step_begins()

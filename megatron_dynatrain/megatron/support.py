@@ -3,11 +3,11 @@
 from argparse import Namespace
 
 from megatron_dynatrain.errors import LayoutRefused
-from megatron_dynatrain.megatron.versions import SUPPORTED as RELEASES
+from megatron_dynatrain.megatron import versions
 
 # What was trained and switched by the tests, by topic.
 SUPPORTED = {
-    "Megatron": "megatron-core " + ", ".join(f"{major}.{minor}" for major, minor in RELEASES) + ", wheel or checkout",
+    "Megatron": f"megatron-core {versions.names()}, wheel or checkout",
     "Parallelism": "TP, PP, virtual PP, CP, EP, expert-TP, DP, sequence parallelism, in any combination and both directions; "
                    "odd DP sizes; `--use-tp-pp-dp-mapping`; `num_distributed_optimizer_instances`",
     "Pipelines": "even, uneven (`decoder_first/last_pipeline_num_layers`, `pipeline_model_parallel_layout`), embedding and loss "

@@ -51,7 +51,7 @@ def _job(task: dict):
         script = [*task["script"], *command_line.words(local, "the arguments without Transformer Engine")]
         sys.path[0] = str(Path(script[0]).resolve().parent)
     else:
-        arguments = {**command_line.PLAIN, **local, **task["model"], **task["launch"]}
+        arguments = command_line.completed({**task["model"], **task["launch"]}, local)
         script = [dry_pretrain.__file__, *command_line.words(arguments, task["source"])]
     return offline.capture(session.current(), script, task["world_size"])
 
