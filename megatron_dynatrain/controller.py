@@ -286,8 +286,8 @@ class Controller:
 
     def _check_that_it_fits(self, src: Entry, dst: Entry) -> None:
         """Raise LayoutRefused if this rank cannot hold what the switch needs at its peak."""
-        peak, limit = self.registry.peaks[src.name, dst.name], self.config.transfer.memory_bytes
-        source = "`transfer.memory_bytes`"
+        peak, limit = self.registry.peaks[src.name, dst.name], self.config.transfer.memory_limit_bytes
+        source = "`transfer.memory_limit_bytes`"
         if limit is None:
             limit, source = self.job.memory_limit(src.own.memory), "what is free on its GPU beside that"
         if limit is not None and peak > limit:
