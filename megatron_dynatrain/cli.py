@@ -2,7 +2,11 @@
 
     check      print the support matrix: what can be switched, what is refused and why
     plan       plan a switch on a cluster of any size, without one
+    report     say what became of a run, and draw its timeline
     bench      measure switches on this machine, beside what they could cost at best and what they replace
+    request    ask a running job for a switch
+    status     say what the job of a run directory is doing
+    cancel     take a request back
     patch      patch a Megatron-LM checkout, so that its jobs need no launcher
 """
 
@@ -12,6 +16,8 @@ import sys
 from megatron_dynatrain.bench import command as bench
 from megatron_dynatrain.patching import command as patching
 from megatron_dynatrain.planner import command as planner
+from megatron_dynatrain.run_dir import commands as run_dir
+from megatron_dynatrain.timeline import command as timeline
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -23,9 +29,13 @@ def main(arguments: list[str] | None = None) -> None:
     planning = commands.add_parser("plan", help=planner.HELP, allow_abbrev=False)
     planner.add_flags(planning)
     planning.set_defaults(run=planner.run)
+    reporting = commands.add_parser("report", help=timeline.HELP, allow_abbrev=False)
+    timeline.add_flags(reporting)
+    reporting.set_defaults(run=timeline.run)
     measuring = commands.add_parser("bench", help="measure switches on this machine", allow_abbrev=False)
     bench.add_flags(measuring)
     measuring.set_defaults(run=bench.run)
+    run_dir.add_flags(commands)
     patch = commands.add_parser("patch", help=patching.HELP, allow_abbrev=False)
     patching.add_flags(patch)
     patch.set_defaults(run=patching.run)

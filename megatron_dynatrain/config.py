@@ -6,7 +6,7 @@
       schedule:
         - {at_iteration: 10, layout: deep}   # after iteration 10 has finished
       verify: full                           # off | digest | full
-      report: runs/report.jsonl
+      run_dir: runs/demo                     # requests from outside, answers, status, report.jsonl
 """
 
 import re
@@ -29,13 +29,13 @@ class ScheduledSwitch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """staging_bytes: the scratch that a rank may use in a switch; one value for all ranks. timeout_seconds: how long a rank
-    waits for the others in one window of the transfer. memory_bytes: what a rank may hold at most during a switch, its state and
+    waits for the others in one window of the transfer. memory_limit_bytes: what a rank may hold at most during a switch, its state and
     the scratch; None for what is free on its GPU. keep_old_state: whether the old state stays in memory until the switch is
     verified, so that a failed verification goes back to it; None for whether anything is verified."""
 
     staging_bytes: Annotated[int, msgspec.Meta(ge=4096)] = 64 << 20
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-    memory_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    memory_limit_bytes: Annotated[int, msgspec.Meta(gt=0)] | None = None
     keep_old_state: bool | None = None
 
 
@@ -43,12 +43,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The value of the top-level key `dynatrain`.
 
     verify: 'off', 'digest' (layout-independent checksums) or 'full' (every bit of every replica).
+    run_dir: a directory that all nodes see, through which a running job is asked from outside.
     report: path of a JSON-lines file of events, written by the last rank; report_steps adds one event per logged step.
     """
 
     layouts: dict[str, Layout] = {}
     schedule: list[ScheduledSwitch] = []
     verify: Literal["off", "digest", "full"] = "off"
+    run_dir: str | None = None
     report: str | None = None
     report_steps: bool = False
     transfer: TransferConfig = TransferConfig()
@@ -58,6 +60,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Whether the old state stays in memory until a switch is over."""
         keep = self.transfer.keep_old_state
         return self.verify != "off" if keep is None else keep
+
+    @property
+    def report_path(self) -> str | None:
+        """`report`, or the report of `run_dir`."""
+        return self.report if self.report or not self.run_dir else str(Path(self.run_dir, "report.jsonl"))
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

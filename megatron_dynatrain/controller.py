@@ -14,21 +14,23 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_dynatrain import memory
 from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, share, together
 from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError, reason
 from megatron_dynatrain.layout import LAUNCH, Layout
 from megatron_dynatrain.planning import Balance, Part, Plan, Totals, Turnover, draft_plan, finish_plan, summed, total
 from megatron_dynatrain.registry import Entry, Registry
-from megatron_dynatrain.space import World
 from megatron_dynatrain.report import in_bytes
+from megatron_dynatrain.space import World
 from megatron_dynatrain.transfer import Allocations, Checksums, Exchange, compare_bits, execute
 
 
 @dataclass(slots=True)
 class SwitchReport:
     """What there is to say of one switch. Times in seconds on this rank; `stall_seconds` is set when the first new step
-    starts."""
+    starts. peak_memory_bytes: the most that any rank held until the new state took over, None where the system does not
+    say it."""
 
     iteration: int
     src: str
@@ -41,6 +43,7 @@ class SwitchReport:
     started: float
     phases: dict[str, float] = field(default_factory=dict)
     stall_seconds: float = 0.0
+    peak_memory_bytes: int | None = None
 
     @contextmanager
     def phase(self, name: str):
@@ -52,15 +55,46 @@ class SwitchReport:
 
     def event(self) -> dict:
         """The fields of the event in report.jsonl."""
-        totals = self.totals
         return {"iteration": self.iteration, "from": self.src, "to": self.dst, "from_sizes": self.src_sizes,
                 "to_sizes": self.dst_sizes, "stall_seconds": round(self.stall_seconds, 6),
                 "phases": {name: round(seconds, 6) for name, seconds in self.phases.items()},
-                "moved_bytes": totals.moved_bytes, "minimum_bytes": totals.minimum_bytes, "local_bytes": totals.local_bytes,
-                "max_rank_bytes": totals.max_rank_bytes, "balanced_max_rank_bytes": totals.balanced_max_rank_bytes,
-                "peak_bytes": totals.peak_bytes, "peak_extra_bytes": totals.peak_extra_bytes,
-                "staging_bytes": self.plan.staging_bytes, "windows": totals.num_windows, "copies": totals.num_copies,
-                "verify": self.verify, "plan_hash": self.plan.digest}
+                **_amounts(self.plan, self.totals), "peak_memory_bytes": self.peak_memory_bytes, "verify": self.verify,
+                "plan_hash": self.plan.digest}
+
+
+def _amounts(plan: Plan, totals: Totals) -> dict[str, int]:
+    """What a switch moves, in numbers."""
+    return {"moved_bytes": totals.moved_bytes, "minimum_bytes": totals.minimum_bytes, "local_bytes": totals.local_bytes,
+            "max_rank_bytes": totals.max_rank_bytes, "balanced_max_rank_bytes": totals.balanced_max_rank_bytes,
+            "peak_bytes": totals.peak_bytes, "peak_extra_bytes": totals.peak_extra_bytes,
+            "staging_bytes": plan.staging_bytes, "windows": totals.num_windows, "copies": totals.num_copies}
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCost:
+    """What a switch would move, known before it is made. Bytes over all ranks, unless said otherwise.
+
+    moved_bytes cross between ranks; minimum_bytes have to in any plan; local_bytes are copied within ranks. max_rank_bytes: the
+    most that one rank sends or receives; balanced_max_rank_bytes: the same of an ideally balanced plan. peak_bytes: the most
+    that one rank holds during the switch; peak_extra_bytes: beyond what it holds in the larger of the two layouts.
+    staging_bytes: scratch of a rank. windows: the most that one rank walks. last_stall_seconds: how long training stood still when this job last made this
+    switch, on this rank; None if it has not made it. All are 0 where src is dst.
+    """
+
+    src: str
+    dst: str
+    moved_bytes: int = 0
+    minimum_bytes: int = 0
+    local_bytes: int = 0
+    max_rank_bytes: int = 0
+    balanced_max_rank_bytes: int = 0
+    peak_bytes: int = 0
+    peak_extra_bytes: int = 0
+    staging_bytes: int = 0
+    windows: int = 0
+    copies: int = 0
+    plan_hash: str = ""
+    last_stall_seconds: float | None = None
 
 
 class Controller:
@@ -71,10 +105,16 @@ class Controller:
         self.registry = registry
         self.config = config
         self.current = LAUNCH
+        self._considered: Entry | None = None  # the undeclared layout whose cost was asked for last
 
     @property
     def rank(self) -> int:
         return dist.get_rank()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the current layout: {'TP': 2, 'PP': 2, 'DP': 2}."""
+        return _sizes(self.job.args)
 
     def start(self) -> None:
         """Describe the launch layout, check and describe all declared ones, make their groups and the scheduled plans.
@@ -116,6 +156,26 @@ class Controller:
             raise
         self.job.make_groups(entry.name)
         return plan
+
+    def cost(self, target: str | Layout) -> SwitchCost:
+        """What a switch to `target` would cost now. Changes nothing that trains; what it finds out is kept for the switch.
+
+        Raises LayoutRefused, ConfigError or SpaceError, on every rank.
+        """
+        entry = together(LayoutRefused, "the cost cannot be told", self.registry.find, target)
+        if entry.name == self.current:
+            return SwitchCost(self.current, entry.name)
+        if self._considered is not None and self._considered.name not in (entry.name, self.current):
+            self._forget_unless_declared(self._considered)
+        self._considered = None if entry.declared else entry
+        try:
+            self._describe(entry)
+            plan = self._plan(self.registry.entries[self.current], entry)
+        except (LayoutRefused, SpaceError):
+            self._forget_unless_declared(entry)
+            raise
+        return SwitchCost(self.current, entry.name, plan_hash=plan.digest,
+                          **_amounts(plan, self.registry.totals[self.current, entry.name]))
 
     def _describe(self, entry: Entry) -> None:
         if entry.world is not None:
@@ -159,6 +219,7 @@ class Controller:
         dst = self.registry.find(target)
         report = SwitchReport(iteration, src.name, dst.name, _sizes(self.job.args), {}, plan,
                               self.registry.totals[src.name, dst.name], self.config.verify, started)
+        memory.forget_peak()
         report.phases["leave"] = start - started
         report.phases["prepare"] = time.perf_counter() - start
         try:
@@ -179,9 +240,11 @@ class Controller:
         return report
 
     def _forget_unless_declared(self, entry: Entry) -> None:
-        if not entry.declared:
+        if not entry.declared and entry.name in self.registry.entries:
             self.job.forget(entry.name)
             self.registry.forget(entry.name)
+        if entry is self._considered:
+            self._considered = None
 
     def _move(self, plan: Plan, dst: Entry, report: SwitchReport) -> None:
         """Everything of a switch up to the commitment. What can be refused is refused before the first byte moves."""
@@ -223,8 +286,8 @@ class Controller:
 
     def _check_that_it_fits(self, src: Entry, dst: Entry) -> None:
         """Raise LayoutRefused if this rank cannot hold what the switch needs at its peak."""
-        peak, limit = self.registry.peaks[src.name, dst.name], self.config.transfer.memory_bytes
-        source = "`transfer.memory_bytes`"
+        peak, limit = self.registry.peaks[src.name, dst.name], self.config.transfer.memory_limit_bytes
+        source = "`transfer.memory_limit_bytes`"
         if limit is None:
             limit, source = self.job.memory_limit(src.own.memory), "what is free on its GPU beside that"
         if limit is not None and peak > limit:
@@ -277,7 +340,9 @@ def _same_state(differences: list[str], job, carried) -> None:
 
 def _sizes(args) -> dict[str, int]:
     """The sizes of a layout for people, from Megatron's live arguments."""
-    names = {"TP": "tensor_model_parallel_size", "PP": "pipeline_model_parallel_size", "CP": "context_parallel_size",
-             "EP": "expert_model_parallel_size", "DP": "data_parallel_size"}
-    return {short: getattr(args, name) for short, name in names.items()
-            if short in ("TP", "PP", "DP") or getattr(args, name) != 1}
+    sizes = {"TP": args.tensor_model_parallel_size, "PP": args.pipeline_model_parallel_size,
+             "VPP": args.virtual_pipeline_model_parallel_size or 1, "CP": args.context_parallel_size,
+             "EP": args.expert_model_parallel_size, "ETP": args.expert_tensor_parallel_size, "DP": args.data_parallel_size}
+    if args.num_experts is None or sizes["ETP"] in (None, sizes["TP"]):
+        del sizes["ETP"]
+    return {name: size for name, size in sizes.items() if name in ("TP", "PP", "ETP", "DP") or size != 1}

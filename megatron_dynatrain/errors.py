@@ -18,6 +18,10 @@ class LayoutRefused(DynaTrainError, ValueError):
     """A layout cannot be trained here. Nothing has been changed: the job stays in the layout that it is in."""
 
 
+class RequestDropped(DynaTrainError):
+    """A request was not carried out: a newer one took its place, its iteration had passed, or the job ended first."""
+
+
 class UnsupportedMegatron(DynaTrainError, RuntimeError):
     """The installed Megatron is not one that this package was checked against."""
 

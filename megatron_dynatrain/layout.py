@@ -1,6 +1,8 @@
 """A layout: the Megatron arguments that say how a job is spread over its ranks."""
 
 import difflib
+import math
+import re
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -39,6 +41,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         for name, value in self.arguments().items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ConfigError(f"{name}: {value} was asked for, but it counts from 1; give a positive number")
+        if isinstance(self.pipeline_model_parallel_layout, str):
+            _check_length(self.pipeline_model_parallel_layout)
 
     def arguments(self) -> dict[str, int | bool | str | None]:
         """The arguments that this layout sets, by name."""
@@ -46,6 +50,18 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.arguments().items()) or "as launched"
+
+
+_MAX_WRITTEN_OUT = 1_000_000
+
+
+def _check_length(text: str) -> None:
+    """Megatron writes the repetitions of a pipeline layout out, one within another: a short text could fill the memory."""
+    numbers = re.findall(r"\*(\d+)", text)
+    factors = sorted((int(number) if len(number) < 10 else _MAX_WRITTEN_OUT for number in numbers), reverse=True)
+    if len(text) * math.prod(factors[:2]) > _MAX_WRITTEN_OUT:
+        raise ConfigError(f"pipeline_model_parallel_layout: {text[:60]!r} was asked for, which could stand for more than "
+                          f"{_MAX_WRITTEN_OUT:,} layers; give one entry for each layer of the model")
 
 
 LAUNCH = "launch"  # the name of the layout that the command line gives

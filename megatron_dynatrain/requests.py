@@ -1,45 +1,38 @@
-"""Requests for a switch from any rank of a running job, without a word between ranks while there is none.
+"""Messages from any rank of a running job to all, without a word between ranks while there is none.
 
-A request is put into the job's own key-value store (the rendezvous store of torch.distributed). On every rank one thread
-sleeps until the next request is there; it then *arms* its rank, and only armed ranks look into the store at iteration
+A message is put into the job's own key-value store (the rendezvous store of torch.distributed). On every rank one thread
+sleeps until the next message is there; it then *arms* its rank, and only armed ranks look into the store at iteration
 boundaries. So an idle step costs nothing.
 
-All ranks must act at the same boundary. Rank 0 decides: when every rank is armed, it publishes, at the end of iteration c
-and before it starts c + 1, that the switch comes after c + 1. A rank that finishes c + 1 finds the decision in the store: no
-iteration ends anywhere before rank 0 has started it, since every step reduces over all ranks.
+All ranks must take note at the same boundary. Rank 0 decides: when every rank is armed, it publishes, at the end of
+iteration c and before it starts c + 1, that the messages count from c + 1 on. A rank that finishes c + 1 finds the decision in
+the store: no iteration ends anywhere before rank 0 has started it, since every step reduces over all ranks.
 """
 
 import json
 import threading
 from datetime import timedelta
 
-from megatron_dynatrain.layout import Layout
+import msgspec
+
+from megatron_dynatrain.agenda import Message
 
 _PREFIX = "megatron_dynatrain"
 _SLEEP = timedelta(hours=24)
-
-
-def to_text(target: str | Layout, rank: int) -> bytes:
-    body = target if isinstance(target, str) else target.arguments()
-    return json.dumps({"layout": body, "rank": rank}).encode()
-
-
-def from_text(text: bytes) -> str | Layout:
-    body = json.loads(text)["layout"]
-    return body if isinstance(body, str) else Layout(**body)
+_DECODER = msgspec.json.Decoder(Message)
 
 
 class Requests:
     """This rank's end of the protocol. `is_armed` is the only thing that an idle step may look at."""
 
     def __init__(self, store, rank: int, world_size: int, on_armed):
-        """store: a c10d store shared by all ranks. on_armed: called, in the waiting thread, when a request has come."""
+        """store: a c10d store shared by all ranks. on_armed: called, in the waiting thread, when a message has come."""
         self._store = store
         self._waiting_store = store.clone()  # its own connection: a waiting thread blocks it
         self._rank, self._world_size = rank, world_size
         self._on_armed = on_armed
-        self._armed = 0  # requests that this rank knows of
-        self._done = 0  # requests that were acted upon
+        self._armed = 0  # messages that this rank knows of
+        self._done = 0  # messages that were handed out
         self._decision = 1  # the next decision to come
         threading.Thread(target=self._wait, name="dynatrain-requests", daemon=True).start()
 
@@ -47,10 +40,11 @@ class Requests:
     def is_armed(self) -> bool:
         return self._armed > self._done
 
-    def put(self, target: str | Layout) -> None:
-        """Ask for a switch to `target`. Not collective; any rank, at any time."""
-        ticket = self._store.add(f"{_PREFIX}/tickets", 1)
-        self._store.set(f"{_PREFIX}/request/{ticket}", to_text(target, self._rank))
+    def put(self, message: Message, store=None) -> None:
+        """Tell all ranks. Not collective; any rank, at any time. Another thread than the training one gives its own `store`."""
+        store = store or self._store
+        ticket = store.add(f"{_PREFIX}/tickets", 1)
+        store.set(f"{_PREFIX}/request/{ticket}", msgspec.json.encode(message))
 
     def _wait(self) -> None:
         while True:
@@ -65,8 +59,9 @@ class Requests:
             self._on_armed()
             self._waiting_store.add(f"{_PREFIX}/armed/{ticket}", 1)
 
-    def due(self, iteration: int) -> list[str | Layout]:
-        """The targets to act upon after `iteration`, oldest first; the same on every rank. For armed ranks, at a boundary."""
+    def due(self, iteration: int) -> list[Message]:
+        """The messages that count from the end of `iteration` on, oldest first; the same on every rank. For armed ranks, at a
+        boundary."""
         decided = self._decided()
         if decided is None and self._rank == 0:
             latest = self._armed
@@ -81,7 +76,16 @@ class Requests:
         tickets = range(self._done + 1, decided["up_to"] + 1)
         self._done = decided["up_to"]
         self._decision += 1
-        return [from_text(self._store.get(f"{_PREFIX}/request/{ticket}")) for ticket in tickets]
+        return [self._message(ticket) for ticket in tickets]
+
+    def undecided(self) -> list[Message]:
+        """Messages that were not handed out: at the end of a job, when no boundary comes any more. Not collective."""
+        last = self._store.add(f"{_PREFIX}/tickets", 0)
+        return [self._message(ticket) for ticket in range(self._done + 1, last + 1)
+                if self._store.check([f"{_PREFIX}/request/{ticket}"])]
+
+    def _message(self, ticket: int) -> Message:
+        return _DECODER.decode(self._store.get(f"{_PREFIX}/request/{ticket}"))
 
     def _decided(self) -> dict | None:
         key = f"{_PREFIX}/decision/{self._decision}"

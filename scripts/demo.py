@@ -168,6 +168,7 @@ def main() -> None:
     console = Console()
     begin = time.time()
     OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "report.jsonl").unlink(missing_ok=True)  # a job goes on in the report that is there
     tokens = make_dataset.build(str(ROOT / "runs/data/stdlib"))
     console.print(f"data: {tokens:,} bytes of the Python standard library, one token a byte")
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

@@ -2,6 +2,7 @@
 # Make .venv in the project: find a Python >= 3.12, install torch, megatron-core and this package into it.
 #
 #   scripts/setup.sh [extra...]      extras of setup.py beside `megatron`: demo, test (default: demo)
+#   scripts/setup.sh slurm [...]     beside that, Debian's Slurm, for the tests of scripts/slurm: it runs only while they do
 #
 # A second run reuses what is there. PYTHON=/path/to/python chooses the interpreter.
 set -euo pipefail
@@ -34,8 +35,29 @@ EOF
     return 1
 }
 
+# Slurm is for some tests only, so that without it everything else goes on.
+install_slurm() {
+    local become=() apt=(apt-get -qq -o DPkg::Lock::Timeout=60 -o Acquire::Retries=1 -o Acquire::http::Timeout=15)
+    local PATH="$PATH:/usr/sbin:/sbin"
+    command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch && return
+    if [ "$(id -u)" != 0 ]; then become=(sudo -n); fi
+    if command -v apt-get && "${become[@]}" true 2>/dev/null; then
+        echo "setup.sh: installing slurm-wlm and munge" >&2
+        local install=("${become[@]}" env DEBIAN_FRONTEND=noninteractive
+                       "${apt[@]}" install -y --no-install-recommends slurm-wlm munge)
+        "${install[@]}" || { "${become[@]}" "${apt[@]}" update && "${install[@]}"; } && return
+    fi
+    cat >&2 <<'EOF'
+setup.sh: Slurm could not be installed here, so its tests will be skipped. It takes the right to install packages, and
+  apt-get install --no-install-recommends slurm-wlm munge     (Debian and Ubuntu)
+EOF
+}
+
 extras="megatron"
-for extra in "${@:-demo}"; do extras="$extras,$extra"; done
+for extra in "${@:-demo}"; do
+    if [ "$extra" = slurm ]; then install_slurm >/dev/null; else extras="$extras,$extra"; fi
+done
+[ "$extras" != megatron ] || extras="megatron,demo"
 
 if ! [ -x .venv/bin/python ] || ! suits .venv/bin/python; then
     python=$(find_python)

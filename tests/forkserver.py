@@ -65,6 +65,7 @@ def run_rank(job: dict, rank: int) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world_size"]),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
         sys.argv = list(job["argv"])
+        sys.path.insert(0, str(Path(job["argv"][0]).parent))  # as the launcher does
         if job["probe"]:
             module, function = job["probe"].split(":")
             getattr(__import__(module), function)(rank, Path(job["folder"]), **job["probe_arguments"])

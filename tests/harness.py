@@ -102,8 +102,9 @@ class Jobs:
 
     def run(self, folder: Path, world_size: int, arguments: dict | None = None, config: dict | str | None = None,
             kind: str = "plugin", optimizer: str = "fused", probe: str | None = "probes:record", timeout: int = 180,
-            **probe_arguments) -> Result:
-        """Train. arguments override the defaults above (None removes one); config is the value under `dynatrain`."""
+            script: str = "pretrain_gpt.py", **probe_arguments) -> Result:
+        """Train. arguments override the defaults above (None removes one); config is the value under `dynatrain`; script
+        is one of scripts/."""
         folder.mkdir(parents=True, exist_ok=True)
         merged = {**MODEL, **TRAINING, **CPU, "data-path": self.data, "data-cache-path": self.cache, **(arguments or {})}
         if config is not None:
@@ -112,7 +113,7 @@ class Jobs:
                 config = yaml.safe_dump({"dynatrain": {"report": str(folder / "report.jsonl"), **config}})
             path.write_text(config)
             merged["dynatrain-config"] = str(path)
-        argv = [str(ROOT / "scripts" / "pretrain_gpt.py"), *words_of(merged)]
+        argv = [str(ROOT / "scripts" / script), *words_of(merged)]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

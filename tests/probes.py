@@ -302,7 +302,7 @@ def freeze(rank, folder, part):
 
 
 def wandb(rank, folder):
-    """Stand in for the wandb package: what is logged is written down, with the step."""
+    """Stand in for the wandb package: what is logged is written down, with the step; of switches the values, too."""
     import sys
     import types
 
@@ -310,44 +310,148 @@ def wandb(rank, folder):
     module.init = lambda **kwargs: None
     module.finish = lambda: write(folder, "wandb", rank, finished=True)
     module.config = types.SimpleNamespace(update=lambda values, **kwargs: None)
-    module.log = lambda values, step=None, **kwargs: write(folder, "wandb", rank, step=step, names=sorted(values))
+    module.log = lambda values, step=None, **kwargs: write(
+        folder, "wandb", rank, step=step, names=sorted(values),
+        switch={name: value for name, value in values.items() if name.startswith("dynatrain/")})
     sys.modules["wandb"] = module
     record(rank, folder)
 
 
-def count_memory(rank, folder):
-    """For every switch: the bytes of all tensors of models, gradients and optimizers before and after it, and the most that the
-    allocator held beyond what it held before it, counted from its own events."""
-    import gc
+def hold(rank, folder, at):
+    """Before the step of each iteration in `at` wait until the file go.<iteration> is there: time for requests from outside."""
+    import time
 
-    import torch
-    from megatron_dynatrain import session as sessions
-    from torch.profiler import ProfilerActivity, profile
+    from megatron.training import get_args, training
 
     record(rank, folder)
-    session = sessions.current()
-    switch = type(session).switch
+    step = training.train_step
 
-    def held():
-        gc.collect()
-        live, storages = session.job.live, {}
-        tensors = [t for chunk in live.model for t in [*chunk.parameters(), *(buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)]]
-        for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
-            tensors += [t for group in part.optimizer.param_groups for t in group["params"]]
-            tensors += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        for tensor in tensors:
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return sum(storages.values())
+    def train_step(*args, **kwargs):
+        now = get_args().curr_iteration + 1
+        if now in at:
+            (folder / f"held.{now}.{rank}").touch()
+            while not (folder / f"go.{now}").exists():
+                time.sleep(0.01)
+        return step(*args, **kwargs)
 
-    def counted_switch(self, iteration):
-        before = held()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            switch(self, iteration)
-        level = peak = 0
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            level += event.nbytes()
-            peak = max(peak, level)
-        write(folder, "memory", rank, before=before, after=held(), peak=before + peak, left=level)
+    training.train_step = train_step
 
-    type(session).switch = counted_switch
+
+def fail_at(rank, folder, at, iteration):
+    """`hold`, and every rank fails in the step of `iteration`."""
+    from megatron.training import get_args, training
+
+    hold(rank, folder, at)
+    step = training.train_step
+
+    def train_step(*args, **kwargs):
+        if get_args().curr_iteration + 1 == iteration:
+            raise RuntimeError("a fault of the script")
+        return step(*args, **kwargs)
+
+    training.train_step = train_step
+
+
+def interface(rank, folder, asking):
+    """Use the Python interface on rank `asking` as it is documented; what it says is written down.
+
+    In step 3: the cost of three layouts and of two that cannot be, and a wait that would never end. In step 9: a switch after
+    iteration 14, and one that is too late. In step 17: one that a callback refuses. In the last step: what nobody can answer
+    any more. Callbacks on all ranks.
+    """
+    import megatron_dynatrain
+    from megatron.training import get_args, training
+
+    record(rank, folder)
+    step = training.train_step
+
+    def said(what, **fields):
+        write(folder, "interface", rank, what=what, now=get_args().curr_iteration, layout=list(
+            megatron_dynatrain.current_layout()[::2]), **fields)
+
+    def outcome(what):
+        def done(future):
+            error = future.exception()
+            said(what, error=error and f"{type(error).__name__}: {error}",
+                 result=None if error else getattr(future.result(), "moved_bytes", None) or str(type(future.result()).__name__))
+
+        return done
+
+    megatron_dynatrain.on_switch(before=lambda iteration, layout: said("before", iteration=iteration, to=str(layout)),
+                                 after=lambda report: said("after", iteration=report.iteration, to=report.dst,
+                                                           moved=report.totals.moved_bytes))
+    removed = megatron_dynatrain.on_switch(before=lambda *_: said("removed"), after=lambda *_: said("removed"))
+    removed()
+
+    def veto(iteration, layout):
+        if rank == 1 and layout == "vetoed":
+            raise RuntimeError("not now")
+
+    megatron_dynatrain.on_switch(before=veto, refused=lambda iteration, layout, error: said(
+        "refused", iteration=iteration, to=layout, error=str(error)))
+
+    def train_step(*args, **kwargs):
+        now = get_args().curr_iteration + 1
+        if rank == asking and now == 3:
+            for name in ("pipe", "launch"):
+                megatron_dynatrain.plan(name).add_done_callback(outcome(f"cost of {name}"))
+            four = megatron_dynatrain.plan(megatron_dynatrain.Layout(pipeline_model_parallel_size=2))
+            four.add_done_callback(outcome("cost of an undeclared one"))
+            for wrong in (lambda: megatron_dynatrain.plan("pip"), four.result,
+                          lambda: megatron_dynatrain.plan(megatron_dynatrain.Layout(tensor_model_parallel_size=3))):
+                try:
+                    wrong()
+                except Exception as error:
+                    said("error", error=f"{type(error).__name__}: {error}")
+        if rank == asking and now == 9:
+            megatron_dynatrain.reconfigure("pipe", at_iteration=14).add_done_callback(outcome("switch"))
+            megatron_dynatrain.reconfigure("pipe", at_iteration=2).add_done_callback(outcome("late"))
+        if rank == asking and now == 17:
+            megatron_dynatrain.reconfigure("vetoed").add_done_callback(outcome("vetoed"))
+        if rank == asking and now == get_args().train_iters:
+            megatron_dynatrain.reconfigure("launch").add_done_callback(outcome("last"))
+            megatron_dynatrain.plan("launch").add_done_callback(outcome("last cost"))
+        return step(*args, **kwargs)
+
+    training.train_step = train_step
+
+
+def count_memory(rank, folder, last):
+    """What the allocator had given out when each switch began and ended, and at most in between, by its own events, which are
+    recorded from before the model is there. Ends the job after iteration `last`."""
+    import torch
+    from megatron.training import training
+    from megatron_dynatrain import controller
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    record(rank, folder)
+    switch, step = controller.Controller.switch, training.train_step
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler.start()
+
+    def marked_switch(self, target, *args):
+        torch.distributed.barrier()
+        with record_function("switch"):
+            return switch(self, target, *args)
+
+    def train_step(*args, **kwargs):
+        if kwargs.get("iteration", args[-1]) == last:
+            profiler.stop()
+            write_levels()
+            torch.distributed.barrier()
+            os._exit(0)
+        return step(*args, **kwargs)
+
+    def write_levels():
+        events = profiler.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type().name == "CPU")
+        for begin, end in sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == "switch"):
+            before = sum(nbytes for at, nbytes in changes if at < begin)
+            level = peak = before
+            for at, nbytes in changes:
+                if begin <= at <= end:
+                    level += nbytes
+                    peak = max(peak, level)
+            write(folder, "memory", rank, before=before, peak=peak, after=level)
+
+    controller.Controller.switch, training.train_step = marked_switch, train_step

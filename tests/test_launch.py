@@ -40,7 +40,7 @@ def test_torchrun_switches_and_says_so(jobs, tmp_path):
     assert any(re.search(r"after iteration 2: launch \(TP2 PP1 DP1\) -> data \(TP1 PP1 DP2\), stall [\d.]+ s, moved .*"
                          r"\(minimum .*\), verify ok", line) for line in said), said
     events = read(tmp_path / "deep" / "report.jsonl")
-    assert [event["event"] for event in events] == ["start", "step", "step", "switch", "step", "step"]
+    assert [event["event"] for event in events] == ["start", "step", "step", "switch", "step", "step", "end"]
     assert {"iteration", "from", "to", "stall_seconds", "phases", "moved_bytes", "minimum_bytes", "verify", "plan_hash"} <= set(
         events[3])
     assert [event["consumed_samples"] for event in events if event["event"] == "step"] == [4, 8, 12, 16]

@@ -71,3 +71,42 @@ def test_without_the_launcher_it_says_what_to_do():
 
     with pytest.raises(ConfigError, match="was not started by megatron_dynatrain.launch"):
         megatron_dynatrain.reconfigure("deep")
+
+
+@pytest.mark.parametrize("asking", [3])
+def test_the_interface_tells_costs_calls_back_and_answers_everything(jobs, tmp_path, asking):
+    plain = jobs.run(tmp_path / "plain", 4, {**TP2, "train-iters": 24}, kind="plain").assert_ok()
+    result = jobs.run(tmp_path / "asked", 4, {**TP2, "train-iters": 24}, {
+        "layouts": {**LAYOUTS, "vetoed": {"tensor_model_parallel_size": 1, "micro_batch_size": 1}}, "verify": "full"},
+        probe="probes:interface", asking=asking).assert_ok()
+    switch, = result.events_of("switch")
+    assert (switch["iteration"], switch["to"]) == (14, "pipe")
+    said = {}
+    for record in result.records("interface"):
+        said.setdefault(record["what"], []).append(record)
+    assert "removed" not in said
+    one = {what: records[0] for what, records in said.items() if len(records) == 1}
+    # What was told beforehand is what was moved.
+    assert one["cost of pipe"]["result"] == switch["moved_bytes"] > 0
+    assert one["cost of launch"]["result"] == "SwitchCost" and one["cost of launch"]["error"] is None  # it moves nothing
+    assert one["cost of an undeclared one"]["result"] > 0
+    assert sorted(record["error"].split(":")[0] for record in said["error"]) == ["ConfigError", "ConfigError", "LayoutRefused"]
+    assert any("the thread that trains was about to wait" in record["error"] for record in said["error"])
+    assert (one["switch"]["error"], one["switch"]["result"]) == (None, "SwitchReport")
+    assert one["late"]["error"].startswith("RequestDropped: the request was expired: iteration 2 had passed")
+    # Around the switch, on every rank: before it in the old layout, after it in the new one.
+    assert [(r["iteration"], r["to"], r["layout"]) for r in said["before"] if r["to"] == "pipe"] == [
+        (14, "pipe", ["launch", {"TP": 2, "PP": 1, "DP": 2}])] * 4
+    assert [(r["iteration"], r["to"], r["layout"], r["moved"]) for r in said["after"]] == [
+        (14, "pipe", ["pipe", {"TP": 1, "PP": 2, "DP": 2}], switch["moved_bytes"])] * 4
+    # A callback of one rank refuses on all.
+    refused, = result.events_of("refused")
+    assert "a callback before the switch failed: not now (on rank 1)" in refused["reason"]
+    assert [record["error"] for record in said["refused"]] == [refused["reason"]] * 4
+    assert one["vetoed"]["error"] == f"LayoutRefused: {refused['reason']}"
+    for what in ("last", "last cost"):
+        assert one[what]["error"] == "RequestDropped: the request was expired: the job ended after iteration 24"
+    assert [event["to"] for event in result.events_of("expired")] == ["pipe", "launch"]
+    # Asking for costs, and what was refused, changed no bit.
+    assert {i: s for i, s in result.steps.items() if i <= 14} == {i: s for i, s in plain.steps.items() if i <= 14}
+    assert sorted(result.steps) == sorted(plain.steps)

@@ -17,18 +17,25 @@ PURE = {"errors": (), "geometry": (), "report": (), "import_hooks": (),
         "config": ("errors", "layout"),
         "archive": ("geometry", "space"),
         "flags": (),
+        "agenda": ("config", "layout"),
+        "promise": ("errors",),
+        "run_dir": ("agenda", "config", "errors", "layout", "report", "run_dir"),
+        "timeline": ("errors", "report", "timeline"),
         "patching": ("errors", "patching"),
         "planner": ("archive", "config", "errors", "flags", "layout", "planner", "planning", "report", "space")}
 WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"),
               "consensus": (),
               "device_map": (),
               "late": (),
+              "memory": (),
               "registry": ("errors", "layout", "planning", "space"),
-              "requests": ("layout", "consensus", "errors"),
-              "controller": ("config", "consensus", "errors", "layout", "planning", "registry", "report", "space", "transfer"),
-              "session": ("config", "consensus", "controller", "errors", "layout", "registry", "report", "requests"),
-              "bench": ("bench", "flags", "geometry", "import_hooks", "launch", "megatron", "planning", "report", "session",
-                        "space", "transfer")}
+              "requests": ("agenda",),
+              "controller": ("config", "consensus", "errors", "layout", "memory", "planning", "registry", "report",
+                             "space", "transfer"),
+              "session": ("agenda", "config", "consensus", "controller", "errors", "layout", "memory", "promise", "registry",
+                          "report", "requests", "run_dir"),
+              "bench": ("bench", "flags", "geometry", "import_hooks", "launch", "megatron", "memory", "planning", "report",
+                        "session", "space", "transfer")}
 WITH_MEGATRON = {"megatron", "cpu", "launch", "checkout", "cli", "__main__", ""}  # "" is the package's __init__
 
 
@@ -71,6 +78,9 @@ def test_the_rule_knows_every_module():
 @pytest.mark.parametrize("statement, absent", [
     ("import megatron_dynatrain; megatron_dynatrain.Layout", ("torch", "megatron")),
     ("import megatron_dynatrain.planning, megatron_dynatrain.config", ("torch", "megatron")),
+    ("import megatron_dynatrain.cli, megatron_dynatrain.run_dir.commands, megatron_dynatrain.run_dir.watcher",
+     ("torch", "megatron")),
+    ("import megatron_dynatrain.timeline.command, megatron_dynatrain.timeline.show", ("torch", "megatron")),
     ("import megatron_dynatrain.planner.command, megatron_dynatrain.planner.show", ("torch", "megatron")),
     ("import megatron_dynatrain.patching.command", ("torch", "megatron")),
     ("import megatron_dynatrain.session, megatron_dynatrain.megatron.seams", ("megatron",)),

@@ -23,6 +23,7 @@ from megatron_dynatrain import session as sessions
 from megatron_dynatrain.bench.cases import Visit
 from megatron_dynatrain.import_hooks import after_import
 from megatron_dynatrain.megatron import measure
+from megatron_dynatrain.memory import resident_bytes
 from megatron_dynatrain.transfer import Checksums
 
 
@@ -128,14 +129,6 @@ class Beside:
         received = [[src, dst, size] for (src, dst), size in pair_bytes(plan).items() if dst == rank]
         self.writer.write("visit", visit=msgspec.to_builtins(visit), num_params=num_params(plan), pair_bytes=received,
                           **report.event(), **self.record)
-
-
-def resident_bytes() -> int | None:
-    """Memory that this process holds now; None where the system does not say it in the way of Linux."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None
 
 
 def pair_bytes(plan) -> dict[tuple[int, int], int]:

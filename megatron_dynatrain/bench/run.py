@@ -73,11 +73,12 @@ def measure(case: Case, folder: Path, restarts: str, tell: Callable[[str], None]
 def _walk(case: Case, folder: Path, checkpoint: Path, stopped: Path | None, tell) -> list[list[dict]]:
     """The records of every rank of the job that makes all switches. It ends in the launch layout, saved to `stopped`."""
     visits = case.visits
-    config = folder / "dynatrain.yaml"
+    config, report = folder / "dynatrain.yaml", folder / "report.jsonl"
+    report.unlink(missing_ok=True)  # a job goes on in the report that is there
     config.write_text(yaml.safe_dump({"dynatrain": {
         "layouts": {name: sizes for name, sizes in case.layouts.items() if name != "launch"},
         "schedule": [{"at_iteration": visit.iteration, "layout": visit.dst} for visit in visits],
-        "verify": "off", "report": str(folder / "report.jsonl")}}))
+        "verify": "off", "report": str(report)}}))
     arguments = [*case.command_line("launch", len(visits) + 1), "--dynatrain-config", str(config)]
     if stopped is not None:
         arguments += ["--save", str(stopped)]

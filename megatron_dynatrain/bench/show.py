@@ -4,10 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_dynatrain.bench.cases import LARGE_MODELS
-from megatron_dynatrain.report import in_bytes
-
-# In the order in which a switch goes through them; what a release adds comes after these.
-PHASES = ("leave", "prepare", "quiesce", "groups", "build", "transfer", "finish", "roll_back", "verify", "resume")
+from megatron_dynatrain.report import in_bytes, phase_names
 
 # What the plot compares: name in a record, label, color, marker.
 OTHER_WAYS = (
@@ -94,7 +91,7 @@ def phases_table(records: list[dict]):
     """A rich table of the phases of the warm records, of the rank with the longest stall."""
     from rich.table import Table
 
-    names = phase_names(records)
+    names = phase_names(record["phases"] for record in records)
     shown = Table(title="Phases of the slowest rank, seconds")
     for column in ("model", "from", "to", "", *names):
         shown.add_column(column, justify="right")
@@ -102,12 +99,6 @@ def phases_table(records: list[dict]):
         shown.add_row(record["model"], record["src"], record["dst"], "warm" if record["warm"] else "cold",
                       *(seconds(record["phases"].get(name)) for name in names))
     return shown
-
-
-def phase_names(records: list[dict]) -> list[str]:
-    """Every phase that occurs, in order."""
-    names = dict.fromkeys(name for record in records for name in record["phases"])
-    return [name for name in PHASES if name in names] + [name for name in names if name not in PHASES]
 
 
 def seconds(value: float | None) -> str:
@@ -129,7 +120,7 @@ def plot(records: list[dict], path: str) -> None:
     from matplotlib import ticker
 
     rows = [record for record in records if record["warm"]] or records
-    names = phase_names(rows)
+    names = phase_names(record["phases"] for record in rows)
     labels = [f"{record['model']}\n{record['src']} → {record['dst']}" for record in rows]
     places = list(range(len(rows)))[::-1]  # the first record on top
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 1.6 + 0.62 * len(rows)), sharey=True, layout="constrained")

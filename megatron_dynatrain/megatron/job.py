@@ -18,6 +18,7 @@ from megatron_dynatrain.megatron.build import Recipe, release
 from megatron_dynatrain.megatron.data import DataRecipe, shut_down
 from megatron_dynatrain.megatron.dry import dry_world
 from megatron_dynatrain.megatron.groups import ParallelStates, forget_groups
+from megatron_dynatrain.megatron.writers import Writers
 from megatron_dynatrain.space import Holdings, Memory
 
 
@@ -43,6 +44,7 @@ class MegatronJob:
         self.states: ParallelStates | None = None
         self.reseed = None  # Megatron's `_set_random_seed` as the job called it, taking the seed
         self.live: Live | None = None
+        self.writers = Writers()
         self._vocab_size: int | None = None
         self._next: Live | None = None
         self._next_state: describe.RankState | None = None

@@ -148,25 +148,42 @@ def train_in_segments(session, original):
         if not session.active:
             return original(*args, **kwargs)
         live_args = session.job.args
-        train_iters = live_args.train_iters
-        session.start(live_args.iteration, train_iters)
-        while True:
-            if session.pending:
-                session.switch(live_args.iteration)
-                _as_before_training(session.job.live.model)
-                _forget_strategies(signature.bind(*args, **kwargs).arguments.get("checkpointing_context"))
-                _at_first_step(session.close_report)
-            try:
-                iteration, flops = _one_segment(session, original, signature, args, kwargs)
-            finally:
-                live_args.train_iters = train_iters
-            if not session.pending:
-                session.close_report()
-                return iteration, flops
-            live_args.iteration, live_args.num_floating_point_operations_so_far = iteration, flops
-            _stop_timer("interval-time")
+        session.start(live_args.iteration, live_args.train_iters)
+        session.job.writers.is_due = True  # the layout of the launch
+        try:
+            iteration, flops = _segments(session, original, signature, args, kwargs)
+        except BaseException as error:  # SystemExit: Megatron's --exit-interval and the like
+            session.end(None, error)
+            raise
+        session.close_report()
+        if session.job.writers.is_due:
+            session.job.writers.write(iteration, session.controller.current, session.controller.sizes)
+        session.end(iteration)
+        return iteration, flops
 
     return train
+
+
+def _segments(session, original, signature, args, kwargs):
+    """Run the loop, one segment a layout, to the end of training: what its last segment returns."""
+    live_args = session.job.args
+    train_iters = live_args.train_iters
+    if not session.pending:
+        _at_first_step(session.step_begins)
+    while True:
+        if session.pending:
+            session.switch(live_args.iteration)
+            _as_before_training(session.job.live.model)
+            _forget_strategies(signature.bind(*args, **kwargs).arguments.get("checkpointing_context"))
+            _at_first_step(session.close_report)
+        try:
+            iteration, flops = _one_segment(session, original, signature, args, kwargs)
+        finally:
+            live_args.train_iters = train_iters
+        if not session.pending:
+            return iteration, flops
+        live_args.iteration, live_args.num_floating_point_operations_so_far = iteration, flops
+        _stop_timer("interval-time")
 
 
 def _as_before_training(model: list) -> None:
@@ -224,10 +241,13 @@ def with_current_objects(session, original):
 def watch_boundary(session, original):
     @functools.wraps(original)
     def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, *args, **kwargs):
+        session.iteration = iteration
         if original(model, optimizer, opt_param_scheduler, iteration, *args, **kwargs):
             return True
         if iteration >= session.boundary and not session.loop_asks and session.at_boundary(iteration):
             session.job.args.train_iters = iteration  # ends the loop; put back as soon as it has returned
+        if session.reports_steps:
+            session.step_begins()
         return False
 
     return checkpoint_and_decide_exit
@@ -237,10 +257,20 @@ def keep_log(session, original):
     signature = inspect.signature(original)
     position = list(signature.parameters).index("iteration")
     totals = {}  # the dictionary in which the first segment collects
+    writers = session.job.writers
+    session.after_switch.append(writers.add)
 
     @functools.wraps(original)
     def training_log(*args, **kwargs):
         iteration = args[position] if len(args) > position else kwargs["iteration"]
+        if writers.is_due:
+            writers.write(iteration, session.controller.current, session.controller.sizes)
+        report_memory = logged(iteration, args, kwargs)
+        if writers.has_times and iteration % session.job.args.log_interval == 0:
+            writers.log_timers(iteration)
+        return report_memory
+
+    def logged(iteration, args, kwargs):
         if iteration < session.boundary and not totals and not session.reports_steps:
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
@@ -252,6 +282,16 @@ def keep_log(session, original):
         return original(*call.args, **call.kwargs)
 
     return training_log
+
+
+def write_arguments_later(session, original):
+    @functools.wraps(original)
+    def write_args_to_tensorboard(*args, **kwargs):
+        if session.open_report is None:  # the loop is not entered in a stall
+            return original(*args, **kwargs)
+        session.job.writers.later.append(functools.partial(original, *args, **kwargs))
+
+    return write_args_to_tensorboard
 
 
 def _report_step(session, logged) -> None:

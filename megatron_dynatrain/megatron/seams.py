@@ -58,6 +58,8 @@ SEAMS = (
          loop.watch_boundary),
     Seam("megatron.training.training", "training_log", "keeps the averages of the log across segments",
          ("loss_dict", "total_loss_dict", "learning_rate", "iteration", "grad_norm", "is_first_iteration"), loop.keep_log),
+    Seam("megatron.training.training", "write_args_to_tensorboard", "writes hundreds of texts when the loop is entered; "
+         "after a switch no longer in the stall", (), loop.write_arguments_later),
     Seam("megatron.training.training", "save_checkpoint_and_time", "saves the objects of the current layout",
          ("model", "optimizer", "opt_param_scheduler"), loop.with_current_objects),
     Seam("megatron.training.training", "save_checkpoint", "the same, after the last step",

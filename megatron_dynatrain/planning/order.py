@@ -6,9 +6,9 @@ bounded in bytes and in messages by limits that are the same on all ranks; all s
 together. That cannot deadlock: take the first message of the order that has not arrived. On both of its ranks all earlier
 windows hold earlier messages only, so both have come to the window that holds it.
 
-Batches are the steps in which memory can be taken and given back (today all of it is there from the start). Weights come first,
-into the room that the gradients left. Optimizer states follow layer by layer, layers of all pipeline stages taking turns, so that
-every rank comes to need new storage as fast as its old storage has been read.
+Batches are the steps in which memory is taken and given back (`memory`). Weights come first,
+into the room that the gradients left. Optimizer states follow layer by layer, one kind of state after the other and layers of
+all pipeline stages taking turns, so that every rank comes to need new storage as fast as its old storage has been read.
 """
 
 import numpy as np
@@ -65,13 +65,18 @@ def batches(tensors: tuple[LogicalTensor, ...], boxes: BoxTable, num_ranks: int,
     is_state = np.array([t.field != "weight" for t in tensors], bool)
     state_bytes = sum(t.numel * t.itemsize for t in tensors if t.field != "weight")
     num_layers = np.array([t.shape[0] if t.key.count(".layers.") and len(t.shape) > 1 else 1 for t in tensors], np.int64)
-    num_batches = int(np.clip(state_bytes // max(num_ranks * window_limit(staging_bytes), 1), 1, max(num_layers.max(initial=1), 1)))
     # Layers in the order in which their numbers jump evenly, tensors without layers spread among them.
     keys = {key: i for i, key in enumerate(sorted({t.key for t in tensors}))}
     start = np.array([keys[t.key] * GOLDEN % 1.0 if n == 1 else 0.0 for t, n in zip(tensors, num_layers.tolist(), strict=True)])
     layer = np.where(num_layers[boxes.tensor] > 1, boxes.offset[:, 0], 0)
-    place = (start[boxes.tensor] + layer * GOLDEN) % 1.0
-    return np.where(is_state[boxes.tensor], 1 + (place * num_batches).astype(np.int64), 0)
+    places = np.unique(np.concatenate([np.arange(num_layers.max(initial=1)) * GOLDEN % 1.0, start]))
+    place = np.searchsorted(places, (start[boxes.tensor] + layer * GOLDEN) % 1.0)
+    # The states of one layer come one after the other, so that the steps are small where layers are few.
+    fields = {field: i for i, field in enumerate(sorted({t.field for t in tensors if t.field != "weight"}))}
+    field = np.array([fields.get(t.field, 0) for t in tensors], np.int64)[boxes.tensor]
+    num_steps = len(places) * max(len(fields), 1)
+    num_batches = int(np.clip(state_bytes // max(num_ranks * window_limit(staging_bytes), 1), 1, num_steps))
+    return np.where(is_state[boxes.tensor], 1 + (place * max(len(fields), 1) + field) * num_batches // num_steps, 0)
 
 
 def turns(pair: np.ndarray, nbytes: np.ndarray, is_direct: np.ndarray, limit: int) -> np.ndarray:

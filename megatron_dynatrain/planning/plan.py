@@ -129,7 +129,8 @@ class Plan:
     def windows(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(rows, window): the copies of `rank` in the order in which it carries them out, and the window of each.
 
-        A local copy belongs to the window of the next message, so that it is made while that is in flight.
+        A local copy belongs to the window of the next message, so that it is made while that is in flight. Where more than the
+        staging is copied locally, there are more windows, some of them without messages, as memory is turned over by windows.
         """
         src, *_ = self.messages
         own = self._messages_by_rank.get(rank, np.empty(0, np.int64))
@@ -139,7 +140,9 @@ class Plan:
         starts = np.diff(self.message[rows[~local]], prepend=-1) != 0
         of_row = np.full(len(rows), window.max(initial=0))
         of_row[~local] = window[np.cumsum(starts) - 1]
-        return rows, np.minimum.accumulate(of_row[::-1])[::-1]
+        of_row = np.minimum.accumulate(of_row[::-1])[::-1]
+        of_row += np.cumsum(np.where(local, self.nbytes[rows], 0)) // self.staging_bytes
+        return rows, np.unique(of_row, return_inverse=True)[1]
 
     @cached_property
     def _rows_by_rank(self) -> dict[int, np.ndarray]:
@@ -156,8 +159,9 @@ class Plan:
 
     def num_windows_of(self, rank: int) -> int:
         """Windows that `rank` walks; none if it has nothing to send or to receive."""
-        rows, window = self.windows(rank)
-        return int(window[self.message[rows] >= 0].max(initial=-1)) + 1
+        src, *_ = self.messages
+        own = self._messages_by_rank.get(rank, np.empty(0, np.int64))
+        return int(self._windows_of_messages(own, src[own] == rank).max(initial=-1)) + 1
 
     @cached_property
     def messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -171,10 +175,8 @@ class Plan:
 
     @cached_property
     def num_windows(self) -> int:
-        """The most windows that any rank walks (of a rank's plan: that rank)."""
-        src, *_ = self.messages
-        return max((int(self._windows_of_messages(own, src[own] == rank).max()) + 1
-                    for rank, own in self._messages_by_rank.items() if self.rank in (None, rank)), default=0)
+        """The most windows with messages that any rank walks (of a rank's plan: that rank)."""
+        return max((self.num_windows_of(rank) for rank in self._messages_by_rank if self.rank in (None, rank)), default=0)
 
     @cached_property
     def digest(self) -> str:
