@@ -77,7 +77,7 @@ def names(text):
 
 
 COMMANDS = [words(line)[3:] for text in blocks("bash") for line in lines(text) if line.startswith(COMMAND)]
-COMMANDS += [words(text)[3:] for text in CODE if text.startswith(COMMAND + "check") or " --" in text and text.startswith(COMMAND)]
+COMMANDS += [words(text)[3:] for text in CODE if text.startswith(COMMAND)]
 LAUNCHES = [words(line) for text in blocks("bash") for line in lines(text) if "megatron_dynatrain.launch" in line]
 
 
