@@ -77,8 +77,8 @@ class SwitchCost:
     moved_bytes cross between ranks; minimum_bytes have to in any plan; local_bytes are copied within ranks. max_rank_bytes: the
     most that one rank sends or receives; balanced_max_rank_bytes: the same of an ideally balanced plan. peak_bytes: the most
     that one rank holds during the switch; peak_extra_bytes: beyond what it holds in the larger of the two layouts.
-    staging_bytes: scratch of a rank. windows: the most that one rank walks. last_stall_seconds: how long training stood still when this job last made this
-    switch, on this rank; None if it has not made it. All are 0 where src is dst.
+    staging_bytes: scratch of a rank. windows: the most that one rank walks. last_stall_seconds: how long training stood still
+    when this job last made this switch, on this rank; None if it has not made it. All are 0 where src is dst.
     """
 
     src: str
@@ -171,6 +171,8 @@ class Controller:
         try:
             self._describe(entry)
             plan = self._plan(self.registry.entries[self.current], entry)
+            together(LayoutRefused, "the switch would be refused", self._check_that_it_fits,
+                     self.registry.entries[self.current], entry)
         except (LayoutRefused, SpaceError):
             self._forget_unless_declared(entry)
             raise

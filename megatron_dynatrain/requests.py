@@ -18,7 +18,7 @@ import msgspec
 from megatron_dynatrain.agenda import Message
 
 _PREFIX = "megatron_dynatrain"
-_SLEEP = timedelta(hours=24)
+_SLEEP = timedelta(seconds=1)  # how long the end of training may wait for the thread
 _DECODER = msgspec.json.Decoder(Message)
 
 
@@ -34,7 +34,15 @@ class Requests:
         self._armed = 0  # messages that this rank knows of
         self._done = 0  # messages that were handed out
         self._decision = 1  # the next decision to come
-        threading.Thread(target=self._wait, name="dynatrain-requests", daemon=True).start()
+        self._closed = False
+        self._thread = threading.Thread(target=self._wait, name="dynatrain-requests", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. A thread that comes back from the store while the interpreter ends would abort the process. Not
+        collective."""
+        self._closed = True
+        self._thread.join(10 * _SLEEP.total_seconds())
 
     @property
     def is_armed(self) -> bool:
@@ -47,7 +55,7 @@ class Requests:
         store.set(f"{_PREFIX}/request/{ticket}", msgspec.json.encode(message))
 
     def _wait(self) -> None:
-        while True:
+        while not self._closed:
             ticket = self._armed + 1
             try:
                 self._waiting_store.wait([f"{_PREFIX}/request/{ticket}"], _SLEEP)

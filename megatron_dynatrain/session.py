@@ -306,7 +306,9 @@ class Session:
 
     def _close(self, reason: str, error: str | None) -> None:
         """Nothing can be asked any more; whoever has no answer gets `reason`."""
-        self._requests = None
+        requests, self._requests = self._requests, None
+        if requests is not None:
+            requests.close()
         for message_id in list(self._promises):
             self._answer((message_id,), "expired", self.iteration, reason=reason)
         watcher, self._watcher = self._watcher, None

@@ -455,3 +455,23 @@ def count_memory(rank, folder, last):
             write(folder, "memory", rank, before=before, peak=peak, after=level)
 
     controller.Controller.switch, training.train_step = marked_switch, train_step
+
+
+def ask_cost(rank, folder, layout):
+    """Ask in the first step on rank 0 what a switch would cost; the answer is written down, with the step in which it came."""
+    import megatron_dynatrain
+    from megatron.training import get_args, training
+
+    record(rank, folder)
+    step = training.train_step
+
+    def told(future):
+        error = future.exception()
+        write(folder, "costs", rank, iteration=get_args().curr_iteration + 1, error=error and str(error))
+
+    def train_step(*args, **kwargs):
+        if rank == 0 and get_args().curr_iteration == 0:
+            megatron_dynatrain.plan(layout).add_done_callback(told)
+        return step(*args, **kwargs)
+
+    training.train_step = train_step

@@ -48,7 +48,7 @@ def test_everything_arrives():
     ("dynatrain: {layouts: {launch: {}}}", ["'launch' is the layout of the command line"]),
     ("dynatrain: {layouts: {a: {}, a: {}}}", ["the key 'a' is given twice"]),
     ("dynatrain: {transfer: {staging_bytes: 12}}", ["`dynatrain.transfer.staging_bytes`", ">= 4096"]),
-    ("dynatrain: {transfer: {bytes: 12}}", ["`dynatrain.transfer`: unknown key 'bytes'", "staging_bytes"]),
+    ("dynatrain: {transfer: {staging: 12}}", ["`dynatrain.transfer`: unknown key 'staging'", "staging_bytes"]),
     ("dynatrain: [", ["not valid YAML", "line 1"]),
     ("dynatrain: !!python/object/apply:os.system ['true']", ["not valid YAML"]),
     ("", ["`object`"]),

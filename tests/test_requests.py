@@ -110,3 +110,14 @@ def test_the_interface_tells_costs_calls_back_and_answers_everything(jobs, tmp_p
     # Asking for costs, and what was refused, changed no bit.
     assert {i: s for i, s in result.steps.items() if i <= 14} == {i: s for i, s in plain.steps.items() if i <= 14}
     assert sorted(result.steps) == sorted(plain.steps)
+
+
+def test_the_cost_of_a_switch_that_does_not_fit_into_memory_is_a_refusal(jobs, tmp_path):
+    result = jobs.run(tmp_path, 2, {"train-iters": 8}, {"layouts": {"pipe": {"pipeline_model_parallel_size": 2}},
+                                                        "transfer": {"memory_limit_bytes": 4096}},
+                      probe="probes:ask_cost", layout="pipe").assert_ok()
+    told, = result.records("costs")
+    assert told["iteration"] < 8
+    assert "the switch would be refused: the switch does not fit into memory" in told["error"]
+    assert "`transfer.memory_limit_bytes` allows 4.1 kB" in told["error"]
+    assert not result.events_of("cost") and sorted(result.steps) == list(range(1, 9))
