@@ -20,7 +20,9 @@ from megatron_dynatrain.run_dir import commands as run_dir
 from megatron_dynatrain.timeline import command as timeline
 
 
-DESCRIPTION = "Ask running jobs, look at their reports, plan and measure switches. COMMAND --help has flags, examples and exit codes."
+DESCRIPTION = """\
+Ask running jobs, look at their reports, plan and measure switches. COMMAND --help has flags, examples and exit codes.
+"""
 EPILOG = """\
 A job itself starts with the launcher, or from a patched checkout without it:
 
