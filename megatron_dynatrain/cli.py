@@ -20,12 +20,45 @@ from megatron_dynatrain.run_dir import commands as run_dir
 from megatron_dynatrain.timeline import command as timeline
 
 
+DESCRIPTION = """\
+Ask running jobs, look at their reports, plan and measure switches. COMMAND --help has flags, examples and exit codes.
+"""
+EPILOG = """\
+A job itself starts with the launcher, or from a patched checkout without it:
+
+  torchrun ... -m megatron_dynatrain.launch pretrain_gpt.py <Megatron arguments> --dynatrain-config switch.yaml
+"""
+CHECK = """\
+Print what can be switched, and what is refused and why, as the Markdown tables of the README. Needs neither a GPU nor Megatron.
+
+  python -m megatron_dynatrain check
+
+The exit code is 0.
+"""
+
+
 def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    flags = parse(sys.argv[1:] if arguments is None else list(arguments))
+    sys.exit(flags.run(flags))
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The flags of a command line: `run(flags)` carries it out and returns its exit code; `script` is what stands after `--`.
+    Ends the process with code 2 where the line is wrong, as argparse does."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(prog="python -m megatron_dynatrain", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("check", help="print what can be switched, and what is refused and why").set_defaults(run=check)
+    flags = parser().parse_args(arguments[:at])
+    flags.script = arguments[at + 1:]
+    return flags
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    whole = argparse.ArgumentParser(prog="python -m megatron_dynatrain", description=DESCRIPTION, epilog=EPILOG,
+                                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    checking = commands.add_parser("check", help="print what can be switched, and what is refused and why", description=CHECK,
+                                   allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    checking.set_defaults(run=check)
     planning = commands.add_parser("plan", help=planner.HELP, allow_abbrev=False)
     planner.add_flags(planning)
     planning.set_defaults(run=planner.run)
@@ -39,9 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     patch = commands.add_parser("patch", help=patching.HELP, allow_abbrev=False)
     patching.add_flags(patch)
     patch.set_defaults(run=patching.run)
-    flags = parser.parse_args(arguments[:at])
-    flags.script = arguments[at + 1:]
-    sys.exit(flags.run(flags))
+    return whole
 
 
 def check(flags: argparse.Namespace) -> None:

@@ -275,14 +275,33 @@ class Controller:
             new = together(LayoutRefused, f"layout {dst.name!r} cannot be built", built)
         with report.phase("data"):
             together(LayoutRefused, f"the data of layout {dst.name!r} cannot be built", job.build_data)
+        if self.config.keeps_old_state:
+            self._fill(plan, src, old, new, report, before, carried)
+            return
+        try:
+            self._fill(plan, src, old, new, report, before, carried)
+        except TransferError:
+            raise
+        except Exception as error:
+            raise TransferError(f"rank {self.rank}: {reason(error)}; the old state is given back already, in part or whole, so the "
+                                "job cannot go on, start it again from its last checkpoint") from error
+
+    def _fill(self, plan: Plan, src: Entry, old, new, report: SwitchReport, before: Checksums | None, carried) -> None:
+        """Move the state and verify it; the old one is given back on the way, unless it is to stay."""
+        job, keeps = self.job, self.config.keeps_old_state
         with report.phase("transfer"):
-            self._transfer(plan, old, new)
+            from_, to = (Allocations(state.storages, state.allocations, state.holdings.memory) for state in (old, new))
+            if keeps:  # a rank that has not the memory says so before any byte moves
+                together(LayoutRefused, "there is no memory for the new state beside the old one", to.take_all)
+            exchange = Exchange(Turnover.of(plan, self.rank, old.holdings.memory, new.holdings.memory), None if keeps else from_, to)
+            execute(plan, self.rank, old.storages, new.storages, timedelta(seconds=self.config.transfer.timeout_seconds),
+                    exchange)
         if self.config.verify != "off":
             with report.phase("verify"):
                 differences = (compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages) if before is None
                                else before.differences(Checksums(plan.dst, self.rank, new.storages, plan.common)))
-                together(VerificationError if self.config.keeps_old_state else TransferError,
-                         f"the state differs after the switch from {src.name!r} to {dst.name!r}",
+                together(VerificationError if keeps else TransferError,
+                         f"the state differs after the switch from {src.name!r} to {report.dst!r}",
                          _same_state, differences, job, carried)
             report.verify = "ok"
 
@@ -299,22 +318,6 @@ class Controller:
                 f"{both if self.config.keeps_old_state else ''}, of which {in_bytes(src.own.memory.state_bytes)} is the old state,"
                 f" {in_bytes(dst.own.memory.state_bytes)} the new one and {in_bytes(self.config.transfer.staging_bytes)} "
                 f"`transfer.staging_bytes`; {source} allows {in_bytes(limit)}")
-
-    def _transfer(self, plan: Plan, old, new) -> None:
-        """Move the state; the old one is given back on the way, unless it is to stay."""
-        keeps = self.config.keeps_old_state
-        src, dst = (Allocations(state.storages, state.allocations, state.holdings.memory) for state in (old, new))
-        exchange = Exchange(Turnover.of(plan, self.rank, old.holdings.memory, new.holdings.memory), None if keeps else src, dst)
-        try:
-            execute(plan, self.rank, old.storages, new.storages, timedelta(seconds=self.config.transfer.timeout_seconds),
-                    exchange)
-        except TransferError:
-            raise
-        except Exception as error:
-            if keeps:
-                raise
-            raise TransferError(f"rank {self.rank}: {reason(error)}; a part of the old state is given back already, so the job "
-                                "cannot go on, start it again from its last checkpoint") from error
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:

@@ -3,12 +3,8 @@
     torchrun --nproc-per-node 8 -m megatron_dynatrain.launch [--cpu] pretrain_gpt.py <Megatron arguments> \\
         --dynatrain-config switch.yaml
 
-Flags of the launcher come before the script:
-
-    --cpu                       run without a GPU, on gloo (see megatron_dynatrain.cpu)
-    --cpu-optimizer {fused,torch}  on the CPU: Adam with the interface of Apex (default), or torch's AdamW
-
-Everything after the script belongs to the script. Without --dynatrain-config the script runs as it would run alone.
+Flags of the launcher come before the script. Everything after it belongs to the script and to Megatron, whose arguments have
+--dynatrain-config FILE beside them: the YAML with layouts and schedule. Without it the script runs as it would run alone.
 """
 
 import argparse
@@ -17,18 +13,38 @@ import sys
 from pathlib import Path
 
 
+EPILOG = """\
+The exit code is that of the script, or 2 where the launcher's own flags are wrong or the script does not exist.
+
+`python -m megatron_dynatrain --help` lists the commands for running jobs, reports and plans.
+"""
+
+
 def main() -> None:
-    own, script = _split(sys.argv[1:])
-    parser = argparse.ArgumentParser(prog="python -m megatron_dynatrain.launch", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--cpu-optimizer", choices=("fused", "torch"), default="fused", help=argparse.SUPPRESS)
-    flags = parser.parse_args(own)
-    if not script:
-        parser.error("no script was given; name the pretraining script after the launcher's own flags")
+    flags, script = parse(sys.argv[1:])
     if not Path(script[0]).is_file():
-        parser.error(f"the script {script[0]} does not exist")
+        parser().error(f"the script {script[0]} does not exist")
     run(script, cpu=flags.cpu, cpu_optimizer=flags.cpu_optimizer)
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's own flags, and the script with its arguments. Ends the process with code 2 where the line is wrong."""
+    own, script = _split(arguments)
+    flags = parser().parse_args(own)
+    if not script:
+        parser().error("no script was given; name the pretraining script after the launcher's own flags")
+    return flags, script
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the launcher's own flags."""
+    flags = argparse.ArgumentParser(prog="python -m megatron_dynatrain.launch", description=__doc__, epilog=EPILOG,
+                                    usage="%(prog)s [-h] [--cpu] [--cpu-optimizer {fused,torch}] SCRIPT [its arguments]",
+                                    formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags.add_argument("--cpu", action="store_true", help="run without a GPU, on gloo")
+    flags.add_argument("--cpu-optimizer", choices=("fused", "torch"), default="fused",
+                       help="with --cpu: Adam with the interface of Apex, or torch's AdamW (%(default)s)")
+    return flags
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -248,9 +248,9 @@ class Session:
         """The first new step starts now, or the next switch, or the end: the stall is over. Collective after a switch."""
         report, self.open_report = self.open_report, None
         if report is not None:
+            report.peak_memory_bytes = max((peak for peak in gather(memory.peak_bytes()) if peak is not None), default=None)
             report.stall_seconds = time.perf_counter() - report.started
             report.phases["resume"] = max(report.stall_seconds - sum(report.phases.values()), 0.0)
-            report.peak_memory_bytes = max((peak for peak in gather(memory.peak_bytes()) if peak is not None), default=None)
             self._tell(report)
         self.step_begins()
 

@@ -11,7 +11,13 @@ from megatron_dynatrain.flags import positive
 DESCRIPTION = """\
 Measures switches between layouts on gloo ranks of this machine: the stall with its phases, the raw exchange of the same
 bytes, Megatron's checkpoint save + load, a stop + restart, and Megatron's refit of the weights. Prints a table, and which
-targets are met. A missed target is no error. Nothing else should run on the machine.
+targets are met. A missed target is no error. Nothing else should run on the machine. It runs from a checkout of this project.
+
+  python -m megatron_dynatrain bench --quick
+  python -m megatron_dynatrain bench --models 10m,100m --repeats 5 --json runs/bench/mine.json
+
+The exit code is 0, also where a model does not fit into memory and is left out; 1 where a job of the benchmark failed, with the
+end of its log; 2 where the command line is wrong.
 """
 
 

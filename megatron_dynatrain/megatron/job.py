@@ -177,6 +177,10 @@ class MegatronJob:
         if getattr(machine, "state", None) is not None and machine.state.name != "NOT_RUNNING_YET":
             raise LayoutRefused(f"Megatron's rerun state machine is in state {machine.state.name}, about to run a step again")
         self._streams = rng.capture()
+        for part in describe.leaf_optimizers(self.live.optimizer):  # with 16-bit gradients these are copies in fp32
+            for group in part.optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
         _give_back_gradients(self.live.model)
 
     def enter(self, name: str) -> None:

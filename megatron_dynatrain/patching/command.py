@@ -11,6 +11,9 @@ DESCRIPTION = """Put --dynatrain-config and the call at the iteration boundary i
 or take them out again. The release is read from the tree. A patch is applied exactly or not at all: every line
 around a change must be as the release has it, and after revert every byte is as it was.
 
+  python -m megatron_dynatrain patch check ~/Megatron-LM
+  python -m megatron_dynatrain patch apply ~/Megatron-LM
+
 Exit codes: check says 0 for applied, 1 for not applied but it would fit, 2 for neither. apply and revert say 0
 where the tree is as asked (also where it was so before), 2 where nothing was changed for a reason that is printed."""
 

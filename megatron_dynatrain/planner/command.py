@@ -18,13 +18,16 @@ from megatron_dynatrain.planning import DEFAULT_STAGING_BYTES
 HELP = "plan a switch on a cluster of any size, without one"
 DESCRIPTION = """\
 Plan the switch between two layouts: every rank is described by Megatron's own code, without memory and without a GPU; the
-plan is made and checked as in the job, and costed. A refusal is printed with its reason, and the exit code is 2.
+plan is made and checked as in the job, and costed.
 
   python -m megatron_dynatrain plan --model configs/models/llama2-70b.yaml --world-size 128 \\
       --from 'tensor_model_parallel_size=8,pipeline_model_parallel_size=4' --to 'tensor_model_parallel_size=4'
   python -m megatron_dynatrain plan --world-size 64 --to 'pipeline_model_parallel_size=8' -- pretrain_gpt.py <its arguments>
 
 A layout is a list of Megatron's argument names with values; what --to leaves out stays as in the launch.
+
+The exit code is 0, also for a plan that does not fit into the GPU's memory, which is said; 2 for a switch that Megatron or this
+package refuses, with the reason (with --json also in the file), and for a wrong command line.
 """
 
 

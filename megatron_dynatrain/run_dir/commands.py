@@ -44,20 +44,25 @@ request for the same boundary takes the place of an older one. The answer is kep
 """
 STATUS = """\
 Say what the job of a run directory is doing: state, iteration, layout, pending requests, its last switch.
+
+  python -m megatron_dynatrain status --run-dir DIR
+  python -m megatron_dynatrain status --run-dir DIR --json | jq .status.layout
 """
 CANCEL = """\
 Take back a request that has no answer yet, and wait until the job says so.
+
+  python -m megatron_dynatrain cancel --run-dir DIR 20261202-194314-d74308cb
 """
 STATUS_EXIT_CODES = """\
 exit codes:
   0  a job is running
-  2  there is no such directory
+  2  the command line is wrong, or there is no such directory
   8  no job is running: it ended, or its last heartbeat is old
 """
 CANCEL_EXIT_CODES = """\
 exit codes:
   0  cancelled
-  2  there is no such directory or request
+  2  the command line is wrong, or there is no such directory or request
   7  no answer within --timeout
   8  no job is running on the directory
   9  too late: the request has another answer already, which is printed
@@ -71,8 +76,8 @@ def add_flags(commands) -> None:
                         "of Megatron's arguments as in tensor_model_parallel_size=2,context_parallel_size=2; what it leaves "
                         "out stays as launched")
     asking.add_argument("--at-iteration", type=_iteration, metavar="N", help="switch after iteration N has finished")
-    asking.add_argument("--wait", action="store_true", help="until the answer is there")
-    asking.add_argument("--timeout", type=_seconds, default=math.inf, metavar="S", help="wait no longer than S seconds")
+    asking.add_argument("--wait", action="store_true", help="wait until the answer is there, and exit with its code")
+    asking.add_argument("--timeout", type=_seconds, default=math.inf, metavar="S", help="with --wait: no longer than S seconds (no limit)")
     _command(commands, "status", "say what the job of a run directory is doing", STATUS, STATUS_EXIT_CODES, status)
     taking_back = _command(commands, "cancel", "take a request back", CANCEL, CANCEL_EXIT_CODES, cancel)
     taking_back.add_argument("id", metavar="ID", help="as printed by `request`")

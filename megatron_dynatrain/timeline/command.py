@@ -18,7 +18,8 @@ the phases of the switches. Step times and losses are in a report with `report_s
   python -m megatron_dynatrain report runs/demo
   python -m megatron_dynatrain report runs/demo/report.jsonl --json | jq .stall_seconds
 
-The exit code is 0, or 2 where there is no report that can be read or no place for a picture that was asked for.
+The exit code is 0, or 2 where the command line is wrong, or there is no report that can be read or no place for a picture that
+was asked for.
 """
 NEEDED = "pip install 'megatron_dynatrain[report]', or rich and matplotlib alone"
 

@@ -15,7 +15,16 @@ class Allocations:
     """
 
     def __init__(self, storages: Sequence[torch.Tensor], held: Sequence[torch.UntypedStorage], memory: Memory):
-        self._storages, self._held, self._memory = storages, held, memory
+        self._held, self._memory = held, memory
+        self._extents: list[list[tuple[int, int]]] = [[] for _ in held]  # bytes, of the storages in each allocation
+        for storage, number in zip(storages, memory.of_storage.tolist(), strict=True):
+            begin, size = storage.storage_offset(), storage.element_size()
+            self._extents[number].append((begin * size, (begin + storage.numel()) * size))
+
+    def take_all(self) -> None:
+        """Memory for every allocation that has none."""
+        for number in range(len(self._held)):
+            self.take(number)
 
     def take(self, number: int) -> None:
         """Memory for an allocation that has none. What lies between its storages is zero, the rest has any values."""
@@ -25,20 +34,16 @@ class Allocations:
         allocation.resize_(nbytes)
         end = 0
         flat = torch.empty(0, dtype=torch.uint8, device=allocation.device).set_(allocation)
-        for begin, stop in [*sorted(self._extents(number)), (nbytes, nbytes)]:
+        for begin, stop in [*sorted(self._extents[number]), (nbytes, nbytes)]:
             if begin > end:
                 flat[end:begin].zero_()
             end = max(end, stop)
 
-    def _extents(self, number: int):
-        for storage, of in zip(self._storages, self._memory.of_storage.tolist(), strict=True):
-            if of == number:
-                yield (storage.storage_offset() * storage.element_size(),
-                       (storage.storage_offset() + storage.numel()) * storage.element_size())
-
     def give_back(self, number: int) -> None:
-        """Free the memory of an allocation; the tensors that lie in it stay, without any."""
-        self._held[number].resize_(0)
+        """Free the memory of an allocation; the tensors that lie in it stay, without any. What was mapped from a file (by
+        `torch.load`) cannot be freed so, and stays until the old state ends."""
+        if self._held[number].resizable():
+            self._held[number].resize_(0)
 
 
 class Exchange:
