@@ -244,7 +244,7 @@ def no_session(monkeypatch):
 
 def test_the_launcher_leaves_the_boundary_to_a_loop_that_asks_itself():
     asked = []
-    running = SimpleNamespace(boundary=0, loop_asks=True, reports_steps=False, at_boundary=lambda iteration: asked.append(iteration) or True,
+    running = SimpleNamespace(boundary=0, loop_asks=True, reports_steps=False, at_boundary=lambda at: asked.append(at) or True,
                               job=SimpleNamespace(args=SimpleNamespace(train_iters=9)))
     wrapped = loop.watch_boundary(running, lambda *args: False)
     assert wrapped(None, None, None, 3) is False
