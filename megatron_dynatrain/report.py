@@ -64,7 +64,7 @@ def scan(path: str | Path) -> tuple[list[dict], int]:
 
 
 # In the order in which a switch goes through them; what a release adds comes after these.
-PHASES = ("leave", "prepare", "quiesce", "groups", "build", "transfer", "finish", "roll_back", "verify", "resume")
+PHASES = ("leave", "prepare", "quiesce", "groups", "build", "data", "transfer", "finish", "roll_back", "verify", "resume")
 
 
 def phase_names(phases_of_switches) -> list[str]:
