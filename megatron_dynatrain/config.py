@@ -29,9 +29,9 @@ class ScheduledSwitch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """staging_bytes: the scratch that a rank may use in a switch; one value for all ranks. timeout_seconds: how long a rank
-    waits for the others in one window of the transfer. memory_limit_bytes: what a rank may hold at most during a switch, its state and
-    the scratch; None for what is free on its GPU. keep_old_state: whether the old state stays in memory until the switch is
-    verified, so that a failed verification goes back to it; None for whether anything is verified."""
+    waits for the others in one window of the transfer. memory_limit_bytes: what a rank may hold at most during a switch, its
+    state and the scratch; None for what is free on its GPU. keep_old_state: whether the old state stays in memory until the
+    switch is verified, so that a failed verification goes back to it; None for whether anything is verified."""
 
     staging_bytes: Annotated[int, msgspec.Meta(ge=4096)] = 64 << 20
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0

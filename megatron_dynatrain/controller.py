@@ -29,8 +29,7 @@ from megatron_dynatrain.transfer import Allocations, Checksums, Exchange, compar
 @dataclass(slots=True)
 class SwitchReport:
     """What there is to say of one switch. Times in seconds on this rank; `stall_seconds` is set when the first new step
-    starts. peak_memory_bytes: the most that any rank held until the new state took over, None where the system does not
-    say it."""
+    starts. peak_memory_bytes: the most that any rank held until then, None where the system does not say it."""
 
     iteration: int
     src: str
@@ -275,25 +274,25 @@ class Controller:
             new = together(LayoutRefused, f"layout {dst.name!r} cannot be built", built)
         with report.phase("data"):
             together(LayoutRefused, f"the data of layout {dst.name!r} cannot be built", job.build_data)
-        if self.config.keeps_old_state:
-            self._fill(plan, src, old, new, report, before, carried)
-            return
         try:
             self._fill(plan, src, old, new, report, before, carried)
         except TransferError:
             raise
         except Exception as error:
-            raise TransferError(f"rank {self.rank}: {reason(error)}; the old state is given back already, in part or whole, so the "
-                                "job cannot go on, start it again from its last checkpoint") from error
+            if self.config.keeps_old_state:
+                raise
+            raise TransferError(f"rank {self.rank}: {reason(error)}; the old state is given back already, in part or whole, so "
+                                "the job cannot go on, start it again from its last checkpoint") from error
 
     def _fill(self, plan: Plan, src: Entry, old, new, report: SwitchReport, before: Checksums | None, carried) -> None:
         """Move the state and verify it; the old one is given back on the way, unless it is to stay."""
         job, keeps = self.job, self.config.keeps_old_state
         with report.phase("transfer"):
-            from_, to = (Allocations(state.storages, state.allocations, state.holdings.memory) for state in (old, new))
+            filled = _allocations(new)
             if keeps:  # a rank that has not the memory says so before any byte moves
-                together(LayoutRefused, "there is no memory for the new state beside the old one", to.take_all)
-            exchange = Exchange(Turnover.of(plan, self.rank, old.holdings.memory, new.holdings.memory), None if keeps else from_, to)
+                together(LayoutRefused, "there is no memory for the new state beside the old one", filled.take_all)
+            turnover = Turnover.of(plan, self.rank, old.holdings.memory, new.holdings.memory)
+            exchange = Exchange(turnover, None if keeps else _allocations(old), filled)
             execute(plan, self.rank, old.storages, new.storages, timedelta(seconds=self.config.transfer.timeout_seconds),
                     exchange)
         if self.config.verify != "off":
@@ -318,6 +317,10 @@ class Controller:
                 f"{both if self.config.keeps_old_state else ''}, of which {in_bytes(src.own.memory.state_bytes)} is the old state,"
                 f" {in_bytes(dst.own.memory.state_bytes)} the new one and {in_bytes(self.config.transfer.staging_bytes)} "
                 f"`transfer.staging_bytes`; {source} allows {in_bytes(limit)}")
+
+
+def _allocations(state) -> Allocations:
+    return Allocations(state.storages, state.allocations, state.holdings.memory)
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:

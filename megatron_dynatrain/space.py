@@ -61,11 +61,6 @@ class Memory:
     nbytes: np.ndarray
     gradient_bytes: int = 0
 
-    @classmethod
-    def apart(cls, nbytes: list[int]) -> "Memory":
-        """Every storage, of `nbytes` each, in an allocation of its own."""
-        return cls(np.arange(len(nbytes)), np.array(nbytes, np.int64))
-
     @property
     def state_bytes(self) -> int:
         """What the rank holds weights, persistent buffers, masters and optimizer states in."""
@@ -142,8 +137,10 @@ class Holdings:
 
 
 def _apart(pieces: list[Piece], storages: list[Storage]) -> Memory:
+    """Every storage in an allocation of its own."""
     itemsize = {piece.storage: piece.tensor.itemsize for piece in pieces}
-    return Memory.apart([storage.numel * itemsize.get(number, 0) for number, storage in enumerate(storages)])
+    nbytes = [storage.numel * itemsize.get(number, 0) for number, storage in enumerate(storages)]
+    return Memory(np.arange(len(nbytes)), np.array(nbytes, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -146,8 +146,8 @@ def describe_alike(model: list, optimizer, constructions: list[_Construction], f
         seated = list(_with_replica_numbers(located, numbers))
         if len(seated) != len(located) or len(numbers) < len(set(families.position(g, rank) for g in groups)):
             return None
-        holdings[rank] = describe_located(seated, [
-            _at_another_seat(rebuilt[id(part)], families, rank) if id(part) in rebuilt else part for part in parts], gradients).holdings
+        optimizers = [_at_another_seat(rebuilt[id(part)], families, rank) if id(part) in rebuilt else part for part in parts]
+        holdings[rank] = describe_located(seated, optimizers, gradients).holdings
     return {**holdings, builder: own}
 
 

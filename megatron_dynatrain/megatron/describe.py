@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from megatron_dynatrain import late
 from megatron_dynatrain.errors import SpaceError, reason
 from megatron_dynatrain.geometry import Box, flat_interval_boxes, row_major_strides
-from megatron_dynatrain import late
 from megatron_dynatrain.space import Holdings, LogicalTensor, Memory, Piece, Storage
 
 WEIGHT = "weight"  # field of parameters and persistent buffers
@@ -89,10 +89,15 @@ def describe(model: list, optimizer) -> RankState:
     return describe_located(locate(model), leaf_optimizers(optimizer), gradient_bytes(model))
 
 
+def grad_buffers(model: list) -> list:
+    """The buffers in which Megatron's DDP holds the gradients of these chunks."""
+    return [buffer for chunk in model if hasattr(chunk, "expert_parallel_buffers")
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers] if buffer.grad_data is not None]
+
+
 def gradient_bytes(model: list) -> int:
-    """What a rank with these chunks holds gradients in: the buffers of Megatron's DDP."""
-    return sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for chunk in model
-               for buffer in [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])])
+    """What a rank with these chunks holds gradients in."""
+    return sum(buffer.grad_data.nbytes for buffer in grad_buffers(model))
 
 
 def locate(model: list) -> list[LocatedTensor]:
@@ -153,7 +158,8 @@ def _described(located: list[LocatedTensor], optimizers: list, gradients: int) -
                         pieces.append(_piece(local, field_name, state, box, number, start,
                                              row_major_strides(tuple(param.shape)), not any(replica)))
     held = [allocation for allocation, _ in allocations.values()]
-    memory = Memory(np.array(allocation_of, np.int64), np.array([late.nominal_bytes(each) for each in held], np.int64), gradients)
+    nbytes = [late.nominal_bytes(allocation) for allocation in held]
+    memory = Memory(np.array(allocation_of, np.int64), np.array(nbytes, np.int64), gradients)
     return RankState(Holdings.from_pieces(pieces, storages, memory), tensors, held, owned)
 
 

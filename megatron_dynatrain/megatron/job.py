@@ -196,7 +196,8 @@ class MegatronJob:
         try:
             with late.LateMemory(next(self.live.model[0].parameters()).device.type) as memory:
                 state = self._build(name)
-                memory.settle({allocation._cdata for allocation in state.allocations} | _of_gradients(self._next.model))
+                gradients = [buffer.grad_data.untyped_storage() for buffer in describe.grad_buffers(self._next.model)]
+                memory.settle({storage._cdata for storage in (*state.allocations, *gradients)})
                 return state
         except late.MemoryNeeded as error:
             print(f"[dynatrain] rank {torch.distributed.get_rank()}: layout {name!r} takes its memory at once, beside the old "
@@ -275,20 +276,9 @@ class MegatronJob:
         self.states.forget(name)
 
 
-def _grad_buffers(model: list) -> list:
-    """The buffers in which Megatron's DDP holds gradients, where it knows how to free them."""
-    return [buffer for chunk in model if hasattr(chunk, "offload_grad_buffers")
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers] if buffer.grad_data is not None]
-
-
-def _of_gradients(model: list) -> set[int]:
-    """The addresses of the storages of gradients."""
-    return {buffer.grad_data.untyped_storage()._cdata for buffer in _grad_buffers(model)}
-
-
 def _give_back_gradients(model: list) -> None:
     """Free the memory of the gradient buffers, which are dead at the boundary: room for the state on its way."""
-    for buffer in _grad_buffers(model):
+    for buffer in describe.grad_buffers(model):
         if late.is_late(buffer.grad_data):
             buffer.grad_data_size = buffer.grad_data.numel()  # as if it had been freed; it never had memory
     for chunk in model:

@@ -27,9 +27,9 @@ def check(package_info: ModuleType) -> None:
             print(f"[dynatrain] megatron-core {found} is tried because {OVERRIDE} says so; tested are {names()}; verify: full "
                   "compares every bit of every switch", file=sys.stderr, flush=True)
         return
-    raise UnsupportedMegatron(f"megatron-core {found} was found, but megatron_dynatrain was tested with {names()} only; install one "
-                              f"of these, launch without megatron_dynatrain, or set {OVERRIDE}={found} to try it (all functions "
-                              "that are wrapped are still checked)")
+    raise UnsupportedMegatron(f"megatron-core {found} was found, but megatron_dynatrain was tested with {names()} only; install "
+                              f"one of these, launch without megatron_dynatrain, or set {OVERRIDE}={found} to try it (all "
+                              "functions that are wrapped are still checked)")
 
 
 def release() -> tuple[int, int]:

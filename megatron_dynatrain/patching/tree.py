@@ -76,8 +76,8 @@ class Tree:
         text = self._read(RELEASE).decode(errors="replace")
         found = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
         if None in found:
-            raise PatchError(f"{self.root / RELEASE} does not say MAJOR, MINOR and PATCH, so the release of this tree is not known; "
-                             "take the file as Megatron's tag has it")
+            raise PatchError(f"{self.root / RELEASE} does not say MAJOR, MINOR and PATCH, so the release of this tree is not "
+                             "known; take the file as Megatron's tag has it")
         return ".".join(match[1] for match in found)
 
     def _read(self, path: str) -> bytes:

@@ -6,9 +6,9 @@ bounded in bytes and in messages by limits that are the same on all ranks; all s
 together. That cannot deadlock: take the first message of the order that has not arrived. On both of its ranks all earlier
 windows hold earlier messages only, so both have come to the window that holds it.
 
-Batches are the steps in which memory is taken and given back (`memory`). Weights come first,
-into the room that the gradients left. Optimizer states follow layer by layer, one kind of state after the other and layers of
-all pipeline stages taking turns, so that every rank comes to need new storage as fast as its old storage has been read.
+Batches are the steps in which memory is taken and given back (`memory`). Weights come first, into the room that the gradients
+left. Optimizer states follow layer by layer, one kind of state after the other and layers of all pipeline stages taking turns,
+so that every rank comes to need new storage as fast as its old storage has been read.
 """
 
 import numpy as np
@@ -72,11 +72,11 @@ def batches(tensors: tuple[LogicalTensor, ...], boxes: BoxTable, num_ranks: int,
     places = np.unique(np.concatenate([np.arange(num_layers.max(initial=1)) * GOLDEN % 1.0, start]))
     place = np.searchsorted(places, (start[boxes.tensor] + layer * GOLDEN) % 1.0)
     # The states of one layer come one after the other, so that the steps are small where layers are few.
-    fields = {field: i for i, field in enumerate(sorted({t.field for t in tensors if t.field != "weight"}))}
+    fields = {field: i for i, field in enumerate(sorted({t.field for t in tensors if t.field != "weight"} or {"weight"}))}
     field = np.array([fields.get(t.field, 0) for t in tensors], np.int64)[boxes.tensor]
-    num_steps = len(places) * max(len(fields), 1)
+    num_steps = len(places) * len(fields)
     num_batches = int(np.clip(state_bytes // max(num_ranks * window_limit(staging_bytes), 1), 1, num_steps))
-    return np.where(is_state[boxes.tensor], 1 + (place * max(len(fields), 1) + field) * num_batches // num_steps, 0)
+    return np.where(is_state[boxes.tensor], 1 + (place * len(fields) + field) * num_batches // num_steps, 0)
 
 
 def turns(pair: np.ndarray, nbytes: np.ndarray, is_direct: np.ndarray, limit: int) -> np.ndarray:

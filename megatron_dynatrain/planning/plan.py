@@ -132,9 +132,14 @@ class Plan:
         A local copy belongs to the window of the next message, so that it is made while that is in flight. Where more than the
         staging is copied locally, there are more windows, some of them without messages, as memory is turned over by windows.
         """
-        src, *_ = self.messages
-        own = self._messages_by_rank.get(rank, np.empty(0, np.int64))
-        window = self._windows_of_messages(own, src[own] == rank)
+        return self._own_windows if rank == self.rank else self._windows_of(rank)
+
+    @cached_property
+    def _own_windows(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._windows_of(self.rank)  # kept, since a switch asks several times and a plan serves many
+
+    def _windows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        window = self._windows_of_messages(rank)
         rows = self._rows_by_rank.get(rank, np.empty(0, np.int64))
         local = self.message[rows] < 0
         starts = np.diff(self.message[rows[~local]], prepend=-1) != 0
@@ -152,16 +157,16 @@ class Plan:
     def _messages_by_rank(self) -> dict[int, np.ndarray]:
         return _by_rank(*self.messages[:2])
 
-    def _windows_of_messages(self, own: np.ndarray, sends: np.ndarray) -> np.ndarray:
-        """The windows in which a rank walks its messages `own`, of which it sends `sends` (bool) and receives the others."""
-        packed = self.messages[3][own]
+    def _windows_of_messages(self, rank: int) -> np.ndarray:
+        """The window of each message that `rank` sends or receives, in the order of the job."""
+        src, _, _, packed = self.messages
+        own = self._messages_by_rank.get(rank, np.empty(0, np.int64))
+        sends, packed = src[own] == rank, packed[own]
         return order.windows(np.where(sends, packed, 0), np.where(sends, 0, packed), order.window_limit(self.staging_bytes))
 
     def num_windows_of(self, rank: int) -> int:
         """Windows that `rank` walks; none if it has nothing to send or to receive."""
-        src, *_ = self.messages
-        own = self._messages_by_rank.get(rank, np.empty(0, np.int64))
-        return int(self._windows_of_messages(own, src[own] == rank).max(initial=-1)) + 1
+        return int(self._windows_of_messages(rank).max(initial=-1)) + 1
 
     @cached_property
     def messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -77,7 +77,8 @@ def add_flags(commands) -> None:
                         "out stays as launched")
     asking.add_argument("--at-iteration", type=_iteration, metavar="N", help="switch after iteration N has finished")
     asking.add_argument("--wait", action="store_true", help="wait until the answer is there, and exit with its code")
-    asking.add_argument("--timeout", type=_seconds, default=math.inf, metavar="S", help="with --wait: no longer than S seconds (no limit)")
+    asking.add_argument("--timeout", type=_seconds, default=math.inf, metavar="S", help="with --wait: no longer than S seconds "
+                        "(no limit)")
     _command(commands, "status", "say what the job of a run directory is doing", STATUS, STATUS_EXIT_CODES, status)
     taking_back = _command(commands, "cancel", "take a request back", CANCEL, CANCEL_EXIT_CODES, cancel)
     taking_back.add_argument("id", metavar="ID", help="as printed by `request`")

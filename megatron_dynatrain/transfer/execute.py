@@ -27,14 +27,15 @@ def execute(plan: Plan, rank: int, src_storages: Sequence[torch.Tensor], dst_sto
     Collective over all ranks of both worlds, on the default process group, whose ranks are the plan's ranks.
 
     plan: that of all ranks or of `rank`. src_storages, dst_storages: this rank's flat 1-D tensors, numbered as in the
-    descriptions; empty for a rank that is not a member. The two sets must not share memory. exchange: takes and gives back their
-    memory on the way; without it all of it is there, and stays. Scratch is at most `plan.staging_bytes`. Raises TransferError, naming the ranks that did not answer, where a window takes longer than `timeout`.
+    descriptions; empty for a rank that is not a member. The two sets must not share memory. exchange: takes and gives back
+    their memory on the way; without it all of it is there, and stays. Scratch is at most `plan.staging_bytes`. Raises
+    TransferError, naming the ranks that did not answer, where a window takes longer than `timeout`.
     """
     received = 0
     with torch.no_grad():
         rows, window = plan.windows(rank)
-        steps = [_Step(plan, rank, rows[window == number], src_storages, dst_storages)
-                 for number in range(int(window.max(initial=0)) + 1)]
+        of_windows = np.split(rows, np.nonzero(np.diff(window))[0] + 1)
+        steps = [_Step(plan, rank, of_window, src_storages, dst_storages) for of_window in of_windows]
         previous = None
         for number, step in enumerate(steps):
             if number == 0:
