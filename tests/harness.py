@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,36 @@ CPU = {
     "no-gradient-accumulation-fusion": True, "no-masked-softmax-fusion": True, "no-bias-swiglu-fusion": True,
     "no-bias-dropout-fusion": True, "no-rope-fusion": True, "no-persist-layer-norm": True, "attention-backend": "unfused",
 }
+
+
+LAUNCHER = ("-m", "megatron_dynatrain.launch", "--cpu", "scripts/pretrain_gpt.py")
+
+
+def torchrun(num_ranks: int, words, env) -> subprocess.CompletedProcess:
+    """Run a job on `num_ranks` ranks as a user would, from the project's folder: `words` stand after torchrun's own flags."""
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--rdzv-backend",
+                           "c10d", "--rdzv-endpoint", "localhost:0", *words], cwd=ROOT, capture_output=True, text=True,
+                          env={**env, "OMP_NUM_THREADS": "1"})
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on which nothing listens on this machine at the moment."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_until(condition, what="what was waited for did not come", timeout: float = 60, every: float = 0.1):
+    """The first true value of `condition()`, asked `every` so many seconds. After `timeout` seconds an error that says `what`: a
+    text, or a call for one."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"after {timeout} s: {what() if callable(what) else what}")
+        time.sleep(every)
+    return value
 
 
 @dataclass
@@ -114,9 +146,7 @@ class Jobs:
             path.write_text(config)
             merged["dynatrain-config"] = str(path)
         argv = [str(ROOT / "scripts" / script), *words_of(merged)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port, = free_ports(1)
         job = {"world_size": world_size, "argv": argv, "probe": probe, "probe_arguments": probe_arguments,
                "folder": str(folder), "port": port, "timeout": timeout}
         server = self._server(kind, optimizer)

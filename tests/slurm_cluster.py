@@ -6,9 +6,9 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from contextlib import ExitStack
 from pathlib import Path
+
+from harness import free_ports, wait_until
 
 NODES = ("node1", "node2", "node3")
 CPUS_PER_NODE = 4
@@ -51,24 +51,6 @@ def release() -> str:
     """The installed release of Slurm, such as '22.05'."""
     said = subprocess.run([shutil.which("slurmctld", path=PATH), "-V"], capture_output=True, text=True, check=True).stdout
     return ".".join(said.split()[-1].split(".")[:2])  # "slurm-wlm 22.05.8"
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def wait_until(condition, what: str, timeout: float = 60):
-    """The first true value of `condition()`. After `timeout` seconds an error that says `what`: a text, or a call for one."""
-    end = time.monotonic() + timeout
-    while not (value := condition()):
-        if time.monotonic() > end:
-            raise TimeoutError(f"after {timeout} s: {what() if callable(what) else what}")
-        time.sleep(0.1)
-    return value
 
 
 class NotUp(Exception):

@@ -7,9 +7,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import wheels
 import yaml
 from conftest import ROOT
-from harness import CPU, MODEL, TRAINING, words_of
+from harness import CPU, LAUNCHER, MODEL, TRAINING, torchrun, words_of
 
 from megatron_dynatrain.errors import UnsupportedMegatron
 from megatron_dynatrain.megatron import seams
@@ -31,10 +32,7 @@ def test_torchrun_switches_and_says_so(jobs, tmp_path):
         "verify": "digest", "report": str(tmp_path / "deep" / "report.jsonl"), "report_steps": True}}))
     arguments = {**MODEL, **TRAINING, **CPU, "train-iters": 4, "tensor-model-parallel-size": 2, "data-path": jobs.data,
                  "data-cache-path": jobs.cache, "dynatrain-config": config}
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-                           "--rdzv-endpoint", "localhost:0", "-m", "megatron_dynatrain.launch", "--cpu",
-                           "scripts/pretrain_gpt.py", *words_of(arguments)], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = torchrun(2, [*LAUNCHER, *words_of(arguments)], os.environ)
     assert done.returncode == 0, done.stderr[-3000:]
     said = [line for line in done.stdout.splitlines() if "[dynatrain]" in line]
     assert any(re.search(r"after iteration 2: launch \(TP2 PP1 DP1\) -> data \(TP1 PP1 DP2\), stall [\d.]+ s, moved .*"
@@ -67,14 +65,7 @@ def test_a_script_without_megatron_runs_as_it_would_alone(tmp_path):
 
 
 def test_an_unsupported_megatron_is_refused_when_it_is_imported(tmp_path):
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    for folder in (core.parent, core):
-        (folder / "__init__.py").write_text("")
-    (core / "package_info.py").write_text("MAJOR, MINOR, __version__ = 0, 16, '0.16.1'")
-    script = tmp_path / "script.py"
-    script.write_text("import megatron.core.package_info\nprint('went on')")
-    done = launch(script, env={"PYTHONPATH": str(tmp_path)})
+    done = launch(wheels.pretend("0.16.1", tmp_path), env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode != 0 and "went on" not in done.stdout
     assert "megatron-core 0.16.1 was found, but megatron_dynatrain was tested with 0.17.1, 0.18.2 and 0.19.2 only" in done.stderr
 

@@ -51,5 +51,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers(jobs, tmp_path, limit, fi
     assert len(result.events_of("switch")) == fits
     if not fits:
         refused, = result.events_of("refused")
-        assert "does not fit into memory" in refused["reason"] and "`transfer.memory_limit_bytes` allows 1.0 MB" in refused["reason"]
+        assert "does not fit into memory" in refused["reason"]
+        assert "`transfer.memory_limit_bytes` allows 1.0 MB" in refused["reason"]
         assert result.steps == plain.steps

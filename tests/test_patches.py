@@ -12,7 +12,7 @@ import pytest
 import wheels
 import yaml
 from conftest import ROOT
-from harness import CPU, MODEL, TRAINING, words_of
+from harness import CPU, LAUNCHER, MODEL, TRAINING, torchrun, words_of
 
 from megatron_dynatrain import checkout, launch, session
 from megatron_dynatrain.errors import ConfigError, PatchError
@@ -21,7 +21,6 @@ from megatron_dynatrain.megatron.versions import TESTED
 from megatron_dynatrain.patching import diff, tree
 from megatron_dynatrain.report import read
 
-LAUNCHER = ["-m", "megatron_dynatrain.launch", "--cpu", "scripts/pretrain_gpt.py"]
 PLAIN = ["tests/pretrain_on_cpu.py"]
 
 
@@ -70,9 +69,7 @@ def train(jobs, root, command, folder, config=True):
         (folder / "switch.yaml").write_text(yaml.safe_dump({"dynatrain": {
             "layouts": {"data": {"tensor_model_parallel_size": 1}}, "schedule": [{"at_iteration": 3, "layout": "data"}],
             "verify": "full", "report": str(folder / "report.jsonl"), "report_steps": True}}))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-                           "--rdzv-endpoint", "localhost:0", *command, *words_of(arguments)], cwd=ROOT, capture_output=True,
-                          text=True, env={**wheels.environment(root), "OMP_NUM_THREADS": "1"})
+    done = torchrun(2, [*command, *words_of(arguments)], wheels.environment(root))
     assert done.returncode == 0, done.stderr[-3000:]
     return (read(folder / "report.jsonl") if config else []), done.stdout
 

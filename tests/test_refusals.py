@@ -70,8 +70,9 @@ def test_a_wrong_file_ends_the_job_on_every_rank(jobs, tmp_path, config, message
 OVERLAP = {"overlap-grad-reduce": True, "overlap-param-gather": True, "ddp-bucket-size": 4000}
 
 
-@pytest.mark.parametrize("step, on_rank, options", [("quiesce", 3, {}), ("capture", 3, {}), pytest.param("build", 3, OVERLAP, marks=pytest.mark.core),
-                                                    ("carry_over", 3, {}), ("build_data", -1, OVERLAP)])
+@pytest.mark.parametrize("step, on_rank, options", [
+    ("quiesce", 3, {}), ("capture", 3, {}), pytest.param("build", 3, OVERLAP, marks=pytest.mark.core), ("carry_over", 3, {}),
+    ("build_data", -1, OVERLAP)])
 def test_a_failure_on_one_rank_is_a_refusal_on_all_and_training_goes_on(jobs, tmp_path, step, on_rank, options):
     arguments = {**TP2, "train-iters": 6, **options}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()

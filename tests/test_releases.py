@@ -78,14 +78,9 @@ def test_a_release_that_is_tried_is_treated_as_the_last_one_before_it(found, tre
 
 
 def test_an_override_lets_a_job_go_on(tmp_path):
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    for folder in (core.parent, core):
-        (folder / "__init__.py").write_text("")
-    (core / "package_info.py").write_text("MAJOR, MINOR, __version__ = 0, 20, '0.20.0'")
-    (tmp_path / "script.py").write_text("import megatron.core.package_info\nprint('went on')")
+    script = wheels.pretend("0.20.0", tmp_path)
     for value, goes_on in (("", False), ("0.20.0", True)):
-        done = subprocess.run([sys.executable, "-m", "megatron_dynatrain.launch", str(tmp_path / "script.py")], cwd=ROOT,
+        done = subprocess.run([sys.executable, "-m", "megatron_dynatrain.launch", str(script)], cwd=ROOT,
                               capture_output=True, text=True,
                               env={**wheels.environment(tmp_path), versions.OVERRIDE: value})
         assert (done.returncode == 0, "went on" in done.stdout) == (goes_on, goes_on), done.stderr

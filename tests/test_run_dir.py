@@ -1,6 +1,7 @@
 """The run directory: its files and their thread without a job, the commands, and real jobs that are asked from outside."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 from conftest import ROOT
+from harness import wait_until
 
 from megatron_dynatrain import cli, config
 from megatron_dynatrain.agenda import Cancel, Switch
@@ -26,15 +28,7 @@ from megatron_dynatrain.run_dir.watcher import watch
 PIPE = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
 
 
-def until(condition, what="what was waited for", seconds=20):
-    """The first true value of `condition()`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"{what} did not come")
+until = functools.partial(wait_until, timeout=20, every=0.01)
 
 
 class Job:
@@ -559,7 +553,7 @@ class Running:
         return request_id
 
     def answer(self, request_id):
-        return until(lambda: self._result.done() or self.run_dir.read_answer(request_id), seconds=60) and (
+        return until(lambda: self._result.done() or self.run_dir.read_answer(request_id), timeout=60) and (
             self.run_dir.read_answer(request_id))
 
     def result(self):

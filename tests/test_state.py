@@ -20,7 +20,8 @@ ROUTE = ("tp2", "pp4", "launch", "tp2pp2", "pp2", "tp4", "launch", "pp2", "tp2pp
     pytest.param({"bf16": True, "use-distributed-optimizer": None}, "fused", id="bf16-not-distributed-given-back"),
     pytest.param({"verify": "full", "untie-embeddings-and-output-weights": None, "disable-bias-linear": None,
                   "position-embedding-type": "learned_absolute"}, "fused", id="tied-bias-positions"),
-    pytest.param({"verify": "full", "overlap-grad-reduce": True, "overlap-param-gather": True, "ddp-bucket-size": 3000}, "fused", id="buckets"),
+    pytest.param({"verify": "full", "overlap-grad-reduce": True, "overlap-param-gather": True, "ddp-bucket-size": 3000}, "fused",
+                 id="buckets"),
 ])
 def test_every_element_names_its_coordinate(jobs, tmp_path, arguments, optimizer):
     """Where nothing is verified, the old state is given back while the new one is filled."""

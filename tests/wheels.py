@@ -37,6 +37,20 @@ def unpack(release: str, folder: Path) -> Path:
     return folder
 
 
+def pretend(version: str, folder: Path) -> Path:
+    """Put a package into `folder` that says that it is megatron-core `version` and has nothing else in it, and beside it a
+    script that imports it and prints 'went on'; the script."""
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    for package in (core.parent, core):
+        (package / "__init__.py").write_text("")
+    major, minor, _ = version.split(".")
+    (core / "package_info.py").write_text(f"MAJOR, MINOR, __version__ = {major}, {minor}, {version!r}")
+    script = folder / "script.py"
+    script.write_text("import megatron.core.package_info\nprint('went on')")
+    return script
+
+
 def environment(root: Path) -> dict[str, str]:
     """Environment variables under which Python finds the `megatron/` below `root` first, and then this checkout."""
     return {**os.environ, "PYTHONPATH": f"{root}:{Path(__file__).resolve().parent.parent}", "PYTHONDONTWRITEBYTECODE": "1"}
