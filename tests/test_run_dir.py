@@ -538,7 +538,7 @@ class Running:
     def held(self, iteration):
         """Wait until every rank is about to start `iteration`."""
         until(lambda: self._result.done() or all((self.folder / f"held.{iteration}.{rank}").exists()
-                                                 for rank in range(self.world_size)), f"iteration {iteration}", 120)
+                                                 for rank in range(self.world_size)), f"iteration {iteration}", timeout=120)
         assert not self._result.done(), self._result.result().assert_ok()
 
     def go(self, iteration):
