@@ -1,6 +1,8 @@
 """The benchmark end to end on the smallest thing, and its arithmetic."""
 
 import json
+import mmap
+import os
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from megatron_dynatrain.bench import cases, show
+from megatron_dynatrain.bench import cases, job, show
 
 KEYS = {"model", "num_params", "src", "dst", "warm", "stall_seconds", "phases", "transfer_seconds", "raw_exchange_seconds",
         "checkpoint_seconds", "restart_seconds", "moved_bytes", "minimum_bytes", "max_rank_bytes", "balanced_max_rank_bytes",
@@ -34,10 +36,23 @@ def test_quick_run_measures_every_pair(tmp_path):
         assert max(*sent.values(), *received.values()) == record["max_rank_bytes"]
         assert sum(record["phases"].values()) == pytest.approx(record["stall_seconds"], abs=1e-4)
         assert 0 < record["raw_exchange_seconds"] and 0 < record["transfer_seconds"] < record["stall_seconds"]
+        # A phase cannot cost more than all processors in it, where the ranks may be in it one after the other.
+        process, system, pages = record["profile"]["transfer"]
+        assert 0 <= process + system <= 2 * os.cpu_count() * record["transfer_seconds"] + 0.1 and pages == int(pages) >= 0
+        assert min(record["raw_profile"]) >= 0
         assert record["checkpoint_seconds"] is None and record["restart_seconds"] is None
         assert record["refit_seconds"] or record["left_out"]["refit"]
     assert picture.stat().st_size > 10_000
-    assert "not measured: at least 100 x faster" in done.stdout
+    assert "not measured: at least 100 x faster" in done.stdout and "pages handed out" in done.stdout
+
+
+def test_use_of_the_processor_counts_pages_that_are_touched_first():
+    before = job.usage()
+    memory = mmap.mmap(-1, 64 * mmap.PAGESIZE)
+    for page in range(64):
+        memory[page * mmap.PAGESIZE] = 1
+    process, system, pages = job.usage() - before
+    assert pages >= 64 and process >= 0 and system >= 0
 
 
 def test_targets_are_judged_as_measured():

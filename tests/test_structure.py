@@ -34,8 +34,8 @@ WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"
                              "space", "transfer"),
               "session": ("agenda", "config", "consensus", "controller", "errors", "layout", "memory", "promise", "registry",
                           "report", "requests", "run_dir"),
-              "bench": ("bench", "flags", "geometry", "import_hooks", "launch", "megatron", "memory", "planning", "report",
-                        "session", "space", "transfer")}
+              "bench": ("bench", "controller", "flags", "geometry", "import_hooks", "launch", "megatron", "memory", "planning",
+                        "report", "session", "space", "transfer")}
 WITH_MEGATRON = {"megatron", "cpu", "launch", "checkout", "cli", "__main__", ""}  # "" is the package's __init__
 
 

@@ -88,6 +88,7 @@ def run(flags: argparse.Namespace) -> None:
     finally:
         flags.json.write_text(json.dumps(records, indent=1))
     console.print(show.phases_table(records))
+    console.print(show.profile_table(records))
     console.print(show.table(records))
     for line in show.verdicts(records):
         console.print(line, highlight=False, markup=False)

@@ -6,8 +6,10 @@ SPEC is the JSON file that `run` wrote. Every rank appends its records to `rank<
 anything while the job runs. What is measured beside a switch is done before its stall begins and after it has ended.
 """
 
+import contextlib
 import json
 import os
+import resource
 import shutil
 import sys
 import time
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from megatron_dynatrain import launch
 from megatron_dynatrain import session as sessions
 from megatron_dynatrain.bench.cases import Visit
+from megatron_dynatrain.controller import SwitchReport
 from megatron_dynatrain.import_hooks import after_import
 from megatron_dynatrain.megatron import measure
 from megatron_dynatrain.memory import resident_bytes
@@ -73,6 +76,7 @@ class Beside:
         self.record: dict = {}
 
     def attach(self) -> None:
+        SwitchReport.phase = self._profiled(SwitchReport.phase)
         self.session.before_switch.append(self.before)
         self.session.after_switch.append(self.after)
 
@@ -92,6 +96,17 @@ class Beside:
         if visit.refit:
             self._refit_when_built()
         dist.barrier()
+
+    def _profiled(self, phase):
+        """`SwitchReport.phase`, with what the phase costs the processor beside its time."""
+        @contextlib.contextmanager
+        def profiled(report, name):
+            before = usage()
+            with phase(report, name):
+                yield
+            self.record.setdefault("profile", {})[name] = (usage() - before).tolist()
+
+        return profiled
 
     def _refit_when_built(self) -> None:
         """In the switch to come, move the weights by Megatron's refit before they are moved by the plan."""
@@ -118,7 +133,7 @@ class Beside:
         if sums is not None and sums != _weight_sums(job.live.model):
             self.record["refit_error"] = "the weights after the refit are not those of the old layout"
         if visit.kind != "verified":
-            self.record["raw_seconds"] = raw_exchange(pair_bytes(plan), rank, self.raw_repeats)
+            self.record["raw_seconds"], self.record["raw_profile"] = raw_exchange(pair_bytes(plan), rank, self.raw_repeats)
         if visit.checkpoint:
             before = Checksums(plan.dst, rank, job.describe_live().storages, plan.common)
             self.record["load_seconds"] = [measure.load(job, self.checkpoint) for _ in range(2)]
@@ -146,8 +161,15 @@ def num_params(plan) -> int:
     return sum(tensor.numel for tensor in plan.dst.tensors if tensor.field == "exp_avg")
 
 
-def raw_exchange(pairs: dict[tuple[int, int], int], rank: int, repeats: int) -> list[float]:
-    """Seconds in which this rank exchanges the bytes of `pairs` and nothing else: the floor under any transfer.
+def usage() -> np.ndarray:
+    """What this process has cost so far: seconds of the processor in it, seconds of it in the system, pages handed out."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return np.array([used.ru_utime, used.ru_stime, used.ru_minflt])
+
+
+def raw_exchange(pairs: dict[tuple[int, int], int], rank: int, repeats: int) -> tuple[list[float], list[float]]:
+    """(seconds of each repeat, `usage` of one) in which this rank exchanges the bytes of `pairs` and nothing else: the floor
+    under any transfer.
 
     One contiguous message a pair, memory allocated and touched before, one `batch_isend_irecv`, a barrier before each
     repeat; one more, not counted, comes first. All messages of a sender are cut from the same memory, since there need not
@@ -157,7 +179,9 @@ def raw_exchange(pairs: dict[tuple[int, int], int], rank: int, repeats: int) -> 
     sends = {dst: source[:size] for (src, dst), size in pairs.items() if src == rank}
     receives = {src: torch.zeros(size, dtype=torch.uint8) for (src, dst), size in pairs.items() if dst == rank}
     seconds = []
-    for _ in range(repeats + 1):
+    for repeat in range(repeats + 1):
+        if repeat == 1:
+            before = usage()
         operations = [dist.P2POp(dist.isend, message, peer) for peer, message in sends.items()]
         operations += [dist.P2POp(dist.irecv, message, peer) for peer, message in receives.items()]
         dist.barrier()
@@ -165,9 +189,10 @@ def raw_exchange(pairs: dict[tuple[int, int], int], rank: int, repeats: int) -> 
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         seconds.append(time.perf_counter() - start)
+    cost = (usage() - before) / repeats
     assert all(bool(message[-1] == 1) for message in receives.values())
     dist.barrier()
-    return seconds[1:]
+    return seconds[1:], cost.tolist()
 
 
 def _weight_sums(model: list) -> list[float]:

@@ -211,11 +211,17 @@ def _record(case: Case, timed: list[dict], verified: dict, restart: float | None
         "refit_seconds": verified.get("refit_seconds"), "refit_plan_seconds": verified.get("refit_plan_seconds"),
         "left_out": {"refit": verified["refit_error"]} if "refit_error" in verified else {},
         "raw_pair_bytes": verified["pair_bytes"],
+        "profile": chosen["profile"], "raw_profile": chosen["raw_profile"],  # seconds in the process, in the system; pages
     }
 
 
+def _summed(costs) -> list[float]:
+    return [sum(column) for column in zip(*costs, strict=True)]
+
+
 def _over_ranks(of_ranks: list[dict]) -> dict:
-    """One visit: the largest time of any rank; the phases of the rank with the longest stall, so that they add up."""
+    """One visit: the largest time of any rank; the phases of the rank with the longest stall, so that they add up; what the
+    phases cost the processors, over all ranks."""
     slowest = max(of_ranks, key=lambda record: record["stall_seconds"])
     visit = {**of_ranks[0], "pair_bytes": [pair for record in of_ranks for pair in record["pair_bytes"]],
              "stall_seconds": slowest["stall_seconds"], "phases": slowest["phases"],
@@ -224,6 +230,9 @@ def _over_ranks(of_ranks: list[dict]) -> dict:
         values = [record[name] for record in of_ranks if record.get(name) is not None]
         if values:
             visit[name] = max(values)
+    visit["profile"] = {name: _summed(record["profile"][name] for record in of_ranks) for name in of_ranks[0]["profile"]}
+    if "raw_profile" in visit:
+        visit["raw_profile"] = _summed(record["raw_profile"] for record in of_ranks)
     errors = [record["refit_error"] for record in of_ranks if "refit_error" in record]
     if errors:
         visit.update(refit_error=errors[0], refit_seconds=None, refit_plan_seconds=None)

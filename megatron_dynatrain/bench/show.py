@@ -101,6 +101,29 @@ def phases_table(records: list[dict]):
     return shown
 
 
+def profile_table(records: list[dict]):
+    """A rich table of what the transfer of the warm records cost the processors, beside the raw exchange: where the time is.
+
+    A page is handed out, cleared, when memory is first touched; the raw exchange works in memory that was touched before.
+    """
+    from rich.table import Table
+
+    shown = Table(title="What it cost the processors, all ranks together: seconds in the process + in the system, pages handed out")
+    columns = ("transfer", "raw exchange", "build", "data", "quiesce", "finish")
+    for column in ("model", "from", "to", *columns):
+        shown.add_column(column, justify="right")
+    for record in records:
+        if record["warm"]:
+            costs = {**record["profile"], "raw exchange": record["raw_profile"]}
+            shown.add_row(record["model"], record["src"], record["dst"], *(_cost(costs.get(name)) for name in columns))
+    return shown
+
+
+def _cost(cost: list[float] | None) -> str:
+    """[1.25, 0.5, 12000] -> '1.25 + 0.50, 12,000'."""
+    return "-" if cost is None else f"{cost[0]:.2f} + {cost[1]:.2f}, {cost[2]:,.0f}"
+
+
 def seconds(value: float | None) -> str:
     """0.01234 -> '0.012', 12.34 -> '12.3', None -> '-'."""
     return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"

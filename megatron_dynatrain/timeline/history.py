@@ -54,7 +54,8 @@ class Switch(msgspec.Struct, kw_only=True):
 
 
 class Refused(msgspec.Struct, kw_only=True):
-    """A switch that was asked for and did not come about, or, without `kind`, was superseded by one to `by`."""
+    """A switch that was asked for and did not come about: refused with an error of `kind`, or, without one, superseded by one
+    to `by`, expired or taken back."""
 
     iteration: int
     time: float
@@ -116,7 +117,8 @@ class Run(msgspec.Struct, kw_only=True):
         return self.last_time - self.start.time
 
 
-_KINDS = {"start": Start, "step": Step, "switch": Switch, "refused": Refused, "superseded": Refused, "end": End}
+_KINDS = {"start": Start, "step": Step, "switch": Switch, "end": End,
+          **dict.fromkeys(("refused", "superseded", "expired", "cancelled"), Refused)}
 
 
 def report_of(path: str | Path) -> Path:
