@@ -28,6 +28,7 @@ from megatron_dynatrain.import_hooks import after_import
 from megatron_dynatrain.megatron import measure
 from megatron_dynatrain.memory import resident_bytes
 from megatron_dynatrain.transfer import Checksums
+from megatron_dynatrain.transfer.memory import Allocations
 
 
 def main() -> None:
@@ -115,6 +116,7 @@ class Beside:
         def build(name):
             del job.build
             state = job.build(name)
+            Allocations(state.storages, state.allocations, state.holdings.memory).take_all()  # which the switch takes later
             try:
                 self.record["refit_plan_seconds"], self.record["refit_seconds"] = measure.refit(job.live.model, job._next.model)
                 self.record["refit_sums"] = _weight_sums(job._next.model)
