@@ -27,7 +27,6 @@ from megatron_dynatrain.run_dir.watcher import watch
 
 PIPE = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
 
-
 until = functools.partial(wait_until, timeout=20, every=0.01)
 
 

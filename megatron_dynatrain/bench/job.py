@@ -105,7 +105,8 @@ class Beside:
             before = usage()
             with phase(report, name):
                 yield
-            self.record.setdefault("profile", {})[name] = (usage() - before).tolist()
+            costs = self.record.setdefault("profile", {})
+            costs[name] = (usage() - before + costs.get(name, 0)).tolist()  # a switch may come to a phase twice
 
         return profiled
 
