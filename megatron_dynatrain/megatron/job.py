@@ -124,7 +124,7 @@ class MegatronJob:
                 args.rank, args.world_size, args.use_gloo_process_groups = rank, world_size, False
                 self.states.reset()
                 with while_groups_are_made():
-                    self.states._initialize()
+                    self.states.initialize()
                 yield target
         except DynaTrainError:
             raise

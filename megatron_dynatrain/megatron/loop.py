@@ -15,7 +15,7 @@ from megatron_dynatrain import config as configuration
 from megatron_dynatrain.megatron.arguments import ArgumentBook
 from megatron_dynatrain.megatron.build import Recipe
 from megatron_dynatrain.megatron.data import DataRecipe, is_of_stage
-from megatron_dynatrain.megatron.groups import GroupPool, ParallelStates
+from megatron_dynatrain.megatron.groups import ParallelStates
 from megatron_dynatrain.megatron.job import Live
 from megatron_dynatrain.megatron.support import check_supported
 
@@ -69,14 +69,24 @@ def record_arguments(session, original):
 def pool_groups(session, original):
     from megatron.core import parallel_state
 
-    pool = GroupPool(original, parallel_state)
-    session.job.states = ParallelStates(parallel_state, pool, None)
+    states = session.job.states = ParallelStates(parallel_state, original)
 
     @functools.wraps(original)
     def create_group(*args, **kwargs):
-        return pool.create_group(*args, **kwargs) if session.active else original(*args, **kwargs)
+        return states.create_group(*args, **kwargs) if session.active else original(*args, **kwargs)
 
     return create_group
+
+
+def record_groups(session, original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*args, **kwargs):
+        session.job.states.last_call = dict(signature.bind(*args, **kwargs).arguments)
+        return original(*args, **kwargs)
+
+    return initialize_model_parallel
 
 
 def record_initialization(session, original):
@@ -88,7 +98,7 @@ def record_initialization(session, original):
             with quiet():
                 original(*args, **kwargs)
 
-        session.job.states._initialize = again
+        session.job.states.initialize = again
         return original(*args, **kwargs)
 
     return _initialize_distributed

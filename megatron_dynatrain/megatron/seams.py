@@ -41,6 +41,8 @@ SEAMS = (
          ("args", "defaults"), loop.record_arguments, last=(0, 17)),
     Seam("megatron.core.parallel_state", "create_group", "hands out groups that exist already",
          ("ranks", "timeout", "backend"), loop.pool_groups),
+    Seam("megatron.core.parallel_state", "initialize_model_parallel", "records which groups a layout has",
+         ("tensor_model_parallel_size", "distributed_timeout_minutes"), loop.record_groups),
     Seam("megatron.training.initialize", "_initialize_distributed", "records how groups were made", (),
          loop.record_initialization),
     Seam("megatron.training.initialize", "_set_random_seed", "records how streams were seeded", ("seed_",),
