@@ -4,7 +4,7 @@ Every rank keeps an agenda and is told the same messages at the same boundaries,
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -36,16 +36,41 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", kw_only=True):
     id: str
 
 
-Message = Switch | Cost | Cancel
+class Formed(msgspec.Struct, frozen=True, tag="formed", kw_only=True):
+    """The ranks of generation `generation` are ready for the switch `id`, which needs other ranks than the present ones."""
+
+    id: str
+    generation: int
+
+
+class Unformed(msgspec.Struct, frozen=True, tag="unformed", kw_only=True):
+    """They will not be: `reason` says why."""
+
+    id: str
+    generation: int
+    reason: str
+
+
+Message = Switch | Cost | Cancel | Formed | Unformed
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing to do at a boundary. `ids`: of the messages that asked for it; none for an entry of the schedule."""
+    """One thing to do at a boundary. `ids`: of the messages that asked for it; none for an entry of the schedule. `key`: names it
+    where other ranks are made ready for it."""
 
     kind: Literal["switch", "cost"]
     layout: str | Layout
     ids: tuple[str, ...] = ()
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A switch for which other ranks may be made ready now."""
+
+    key: str
+    layout: str | Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +78,7 @@ class Dropped:
     """A switch that will not be carried out. `by`: the message that took its place."""
 
     switch: Switch
-    answer: Literal["superseded", "expired", "cancelled"]
+    answer: Literal["superseded", "expired", "cancelled", "refused"]
     reason: str
     by: Switch | None = None
 
@@ -66,11 +91,24 @@ class Agenda:
         self._schedule = [switch for switch in schedule if switch.at_iteration < train_iters]
         self._asked: list[tuple[int, Switch]] = []  # (iteration, what), in the order in which it was asked
         self._costs: list[Cost] = []
+        self._waiting: list[Item] = []  # for ranks that are not ready
+        self.formed: dict[str, int] = {}  # generations that are ready, by the key of the switch
+
+    @property
+    def wishes(self) -> list[Wish]:
+        """What is to come, the next first."""
+        later = sorted([(switch.at_iteration, 0, Wish(_key(switch), switch.layout)) for switch in self._schedule]
+                       + [(at, 1, Wish(switch.id, switch.layout)) for at, switch in self._asked], key=lambda entry: entry[:2])
+        return [Wish(item.key, item.layout) for item in self._waiting] + [wish for *_, wish in later]
+
+    def wait(self, item: Item) -> None:
+        """Keep what was taken until its ranks are ready."""
+        self._waiting.append(item)
 
     @property
     def next_iteration(self) -> int:
         """The first iteration after which something is due."""
-        if self._costs:
+        if self._costs or any(item.key in self.formed for item in self._waiting):
             return 0
         return min([switch.at_iteration for switch in self._schedule[:1]] + [at for at, _ in self._asked], default=NEVER)
 
@@ -87,8 +125,22 @@ class Agenda:
             case Cancel():
                 found = [switch for _, switch in self._asked if switch.id == message.id]
                 self._asked = [(at, switch) for at, switch in self._asked if switch.id != message.id]
+                found += [Switch(id=message.id, layout=item.layout) for item in self._waiting if message.id in item.ids]
+                kept = [replace(item, ids=tuple(other for other in item.ids if other != message.id)) for item in self._waiting]
+                self._waiting = [new for new, old in zip(kept, self._waiting, strict=True) if new.ids or not old.ids]
                 return [Dropped(switch, "cancelled", "it was taken back") for switch in found]
+            case Formed():
+                self.formed[message.id] = message.generation
+            case Unformed():
+                self.formed.pop(message.id, None)
+                found = [switch for _, switch in self._asked if switch.id == message.id]
+                self._asked = [(at, switch) for at, switch in self._asked if switch.id != message.id]
+                found += self._no_longer_waiting(lambda key: key == message.id)
+                self._schedule = [switch for switch in self._schedule if _key(switch) != message.id]
+                return [Dropped(switch, "refused", message.reason) for switch in found]
             case Switch():
+                if message.id in (switch.id for _, switch in self._asked) or message.id in self._ids_waiting:
+                    return []  # told again by the rank that took over the run directory
                 late = too_late(message.at_iteration, iteration, self.train_iters)
                 if late:
                     return [Dropped(message, "expired", late)]
@@ -104,22 +156,39 @@ class Agenda:
         # An entry may lie on an iteration that Megatron skipped, at whose end nobody is asked.
         scheduled = [switch for switch in self._schedule if switch.at_iteration <= iteration]
         asked = [switch for at, switch in self._asked if at <= iteration]
-        items = [Item("switch", switch.layout) for switch in scheduled] + [Item("cost", cost.layout, (cost.id,))
-                                                                           for cost in self._costs]
+        items = [item for item in self._waiting if item.key in self.formed]
+        self._waiting = [item for item in self._waiting if item.key not in self.formed]
+        items += [Item("switch", switch.layout, key=_key(switch)) for switch in scheduled]
+        items += [Item("cost", cost.layout, (cost.id,)) for cost in self._costs]
         self._schedule, self._costs = self._schedule[len(scheduled):], []
         self._asked = [(at, switch) for at, switch in self._asked if at > iteration]
         if not asked:
             return items, []
         last = asked[-1]
         same = tuple(switch.id for switch in asked if switch.layout == last.layout)
-        return ([*items, Item("switch", last.layout, same)],
-                [Dropped(switch, "superseded", "a newer request took its place", last) for switch in asked
-                 if switch.layout != last.layout])
+        older = self._no_longer_waiting(lambda key: True) + [switch for switch in asked if switch.layout != last.layout]
+        return ([*items, Item("switch", last.layout, same, key=last.id)],
+                [Dropped(switch, "superseded", "a newer request took its place", last) for switch in older])
+
+    @property
+    def _ids_waiting(self) -> set[str]:
+        return {message_id for item in self._waiting for message_id in item.ids}
+
+    def _no_longer_waiting(self, which) -> list[Switch]:
+        """Take what waits under such keys off the agenda: the requests for it. An entry of the schedule is nobody's request."""
+        dropped = [item for item in self._waiting if which(item.key)]
+        self._waiting = [item for item in self._waiting if item not in dropped]
+        return [Switch(id=message_id, layout=item.layout) for item in dropped for message_id in item.ids or (item.key,)]
 
     def close(self, reason: str) -> list[Dropped]:
         """No boundary comes any more: what was asked expires."""
-        left, self._asked, self._costs = self._asked, [], []
-        return [Dropped(switch, "expired", reason) for _, switch in left]
+        left, self._asked, self._costs = [switch for _, switch in self._asked], [], []
+        left += self._no_longer_waiting(lambda key: True)
+        return [Dropped(switch, "expired", reason) for switch in left]
+
+
+def _key(switch: ScheduledSwitch) -> str:
+    return f"schedule/{switch.at_iteration}/{switch.layout}"
 
 
 def too_late(at_iteration: int | None, iteration: int, train_iters: int) -> str | None:

@@ -39,12 +39,28 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     keep_old_state: bool | None = None
 
 
+class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ranks of the job may change while it runs. Needs `run_dir`.
+
+    world_size: how many of the launched ranks train in the layout of the launch; None for all. spares: how many ranks that a
+    layout does not need wait to be taken in again; what is more leaves the job. store: HOST:PORT of `python -m
+    megatron_dynatrain store`; None for the store of the launch. patience_seconds: how long a rank that does not answer, while the
+    next world is made, is waited for.
+    """
+
+    world_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    spares: Annotated[int, msgspec.Meta(ge=0)] = 0
+    store: Annotated[str, msgspec.Meta(pattern=r"^[^:\s]+:\d+$")] | None = None
+    patience_seconds: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The value of the top-level key `dynatrain`.
 
     verify: 'off', 'digest' (layout-independent checksums) or 'full' (every bit of every replica).
     run_dir: a directory that all nodes see, through which a running job is asked from outside.
     report: path of a JSON-lines file of events, written by the last rank; report_steps adds one event per logged step.
+    elastic: set if ranks may join and leave.
     """
 
     layouts: dict[str, Layout] = {}
@@ -54,6 +70,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     report: str | None = None
     report_steps: bool = False
     transfer: TransferConfig = TransferConfig()
+    elastic: ElasticConfig | None = None
 
     @property
     def keeps_old_state(self) -> bool:
@@ -127,6 +144,14 @@ def parse(text: str, source: str = "<text>") -> Config:
     if config.verify == "full" and not config.keeps_old_state:
         raise ConfigError(f"--dynatrain-config {source}: `dynatrain.transfer.keep_old_state`: false was given, but `verify: full` "
                           "compares with the old state; write true, or `verify: digest`")
+    if config.elastic is not None and config.run_dir is None:
+        raise ConfigError(f"--dynatrain-config {source}: `dynatrain.elastic` needs `dynatrain.run_dir`, where ranks that join "
+                          "find the job; name a directory that all machines see")
+    named = [name for name, layout in config.layouts.items() if layout.num_ranks is not None]
+    if config.elastic is None and named:
+        raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{named[0]}` says how many ranks it wants, and the ranks "
+                          "of the job change with `dynatrain.elastic` alone; add it (`elastic: {}`), or leave world_size and ranks "
+                          "out")
     if LAUNCH in config.layouts:
         raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{LAUNCH}`: {LAUNCH!r} is the layout of the command "
                           "line and cannot be declared; choose another name")
@@ -165,7 +190,7 @@ def parse_layout(text: str, flag: str) -> Layout:
         raise ConfigError(f"{flag} {text!r}: {_explained(str(error), '$', Layout)}") from None
 
 
-_STRUCTS = {"dynatrain": Config, "transfer": TransferConfig, "schedule": ScheduledSwitch, "layouts": Layout}
+_STRUCTS = {"dynatrain": Config, "transfer": TransferConfig, "elastic": ElasticConfig, "schedule": ScheduledSwitch, "layouts": Layout}
 
 
 def _explained(message: str, base: str, top=_File) -> str:

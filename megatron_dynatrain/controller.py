@@ -13,23 +13,27 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+from msgspec import UNSET
 
 from megatron_dynatrain import memory
 from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, share, together
+from megatron_dynatrain.elastic import worlds
 from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError, reason
 from megatron_dynatrain.layout import LAUNCH, Layout
-from megatron_dynatrain.planning import Balance, Part, Plan, Totals, Turnover, draft_plan, finish_plan, summed, total
+from megatron_dynatrain.passage import Passage, planned
+from megatron_dynatrain.planning import Plan, Totals, Turnover
 from megatron_dynatrain.registry import Entry, Registry
 from megatron_dynatrain.report import in_bytes
-from megatron_dynatrain.space import World
+from megatron_dynatrain.space import Holdings, World, nothing
 from megatron_dynatrain.transfer import Allocations, Checksums, Exchange, compare_bits, execute
 
 
 @dataclass(slots=True)
 class SwitchReport:
     """What there is to say of one switch. Times in seconds on this rank; `stall_seconds` is set when the first new step
-    starts. peak_memory_bytes: the most that any rank held until then, None where the system does not say it."""
+    starts. peak_memory_bytes: the most that any rank held until then, None where the system does not say it. src_ranks, dst_ranks:
+    the numbers of the ranks before and after, where they changed; beside: what was made ready while the job trained."""
 
     iteration: int
     src: str
@@ -43,6 +47,9 @@ class SwitchReport:
     phases: dict[str, float] = field(default_factory=dict)
     stall_seconds: float = 0.0
     peak_memory_bytes: int | None = None
+    src_ranks: tuple[int, ...] = ()
+    dst_ranks: tuple[int, ...] = ()
+    beside: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str):
@@ -54,11 +61,15 @@ class SwitchReport:
 
     def event(self) -> dict:
         """The fields of the event in report.jsonl."""
+        ranks = {} if self.src_ranks == self.dst_ranks else {
+            "from_ranks": list(self.src_ranks), "to_ranks": list(self.dst_ranks),
+            "beside": {name: round(seconds, 6) for name, seconds in self.beside.items()},
+            "without_overlap_seconds": round(self.stall_seconds + sum(self.beside.values()), 6)}
         return {"iteration": self.iteration, "from": self.src, "to": self.dst, "from_sizes": self.src_sizes,
                 "to_sizes": self.dst_sizes, "stall_seconds": round(self.stall_seconds, 6),
                 "phases": {name: round(seconds, 6) for name, seconds in self.phases.items()},
                 **_amounts(self.plan, self.totals), "peak_memory_bytes": self.peak_memory_bytes, "verify": self.verify,
-                "plan_hash": self.plan.digest}
+                "plan_hash": self.plan.digest, **ranks}
 
 
 def _amounts(plan: Plan, totals: Totals) -> dict[str, int]:
@@ -104,6 +115,8 @@ class Controller:
         self.registry = registry
         self.config = config
         self.current = LAUNCH
+        self.members: tuple[int, ...] = ()  # the ranks that train, by their numbers in the job
+        self._launched = 0  # ranks of the launch layout
         self._considered: Entry | None = None  # the undeclared layout whose cost was asked for last
 
     @property
@@ -115,23 +128,47 @@ class Controller:
         """The sizes of the current layout: {'TP': 2, 'PP': 2, 'DP': 2}."""
         return _sizes(self.job.args)
 
+    @property
+    def patience(self) -> timedelta:
+        """How long a rank is waited for while a generation is made."""
+        return timedelta(seconds=self.config.elastic.patience_seconds)
+
+    def size_of(self, target: str | Layout) -> tuple[int, tuple[int, ...] | None]:
+        """How many ranks a layout wants, and which if it says so. Not collective."""
+        layout = self.registry.find(target).layout
+        return layout.num_ranks or self._launched, tuple(layout.ranks) if layout.ranks is not UNSET else None
+
+    def changes_ranks(self, target: str | Layout) -> bool:
+        """Whether a layout wants other ranks than those that train. Not collective, the same on all ranks."""
+        size, named = self.size_of(target)
+        return size != len(self.members) if named is None else set(named) != set(self.members)
+
+    def begin(self, launched: int) -> None:
+        """Before anything else: how many ranks train in the layout of the launch."""
+        self._launched = launched
+        self.members = tuple(range(launched))
+
     def start(self) -> None:
         """Describe the launch layout, check and describe all declared ones, make their groups and the scheduled plans.
 
         Raises LayoutRefused on every rank if any of it is impossible.
         """
+        self.begin(dist.get_world_size())
         together(LayoutRefused, "megatron_dynatrain cannot switch this job", self.job.start, LAUNCH)
         for entry in list(self.registry.entries.values()):
-            self._describe(entry)
+            self.describe(entry)
         # If what is described without building it were not what is there, no other description could be trusted.
         together(LayoutRefused, "megatron_dynatrain cannot switch this job", _as_described, self.job.describe_live,
-                 self.registry.entries[LAUNCH])
+                 LAUNCH, self.registry.entries[LAUNCH].own)
         route = [LAUNCH] + [switch.layout for switch in self.config.schedule]
         for src, dst in zip(route, route[1:]):
+            if self.changes_ranks(dst):
+                break
             if src != dst:
                 self._plan(self.registry.entries[src], self.registry.entries[dst])
         for name in self.registry.entries:
-            self.job.make_groups(name)
+            if not self.changes_ranks(name):
+                self.job.make_groups(name)
 
     def prepare(self, target: str | Layout) -> Plan | None:
         """Do everything for a switch to `target` that changes nothing; its plan, or None if the job is in it already.
@@ -148,7 +185,7 @@ class Controller:
         if entry.name == self.current:
             return None
         try:
-            self._describe(entry)
+            self.describe(entry)
             plan = self._plan(self.registry.entries[self.current], entry)
         except (LayoutRefused, SpaceError):
             self._forget_unless_declared(entry)
@@ -164,46 +201,55 @@ class Controller:
         entry = together(LayoutRefused, "the cost cannot be told", self.registry.find, target)
         if entry.name == self.current:
             return SwitchCost(self.current, entry.name)
+        if self.changes_ranks(target):
+            raise LayoutRefused(f"layout {entry.name!r} is for other ranks than those that train, for which the cost is not told here; "
+                                "`python -m megatron_dynatrain plan` tells it")
         if self._considered is not None and self._considered.name not in (entry.name, self.current):
             self._forget_unless_declared(self._considered)
         self._considered = None if entry.declared else entry
         try:
-            self._describe(entry)
+            self.describe(entry)
             plan = self._plan(self.registry.entries[self.current], entry)
+            src = self.registry.entries[self.current]
             together(LayoutRefused, "the switch would be refused", self._check_that_it_fits,
-                     self.registry.entries[self.current], entry)
+                     Passage(src, entry, plan, self.registry.totals[src.name, entry.name],
+                             self.registry.peaks[src.name, entry.name], self.rank, src.own, entry.own))
         except (LayoutRefused, SpaceError):
             self._forget_unless_declared(entry)
             raise
         return SwitchCost(self.current, entry.name, plan_hash=plan.digest,
                           **_amounts(plan, self.registry.totals[self.current, entry.name]))
 
-    def _describe(self, entry: Entry) -> None:
+    def describe(self, entry: Entry) -> None:
+        """Find out what every rank of a layout would hold, of however many ranks. Collective. Raises LayoutRefused."""
         if entry.world is not None:
             return
         what = f"layout {entry.name!r} is refused"
         together(LayoutRefused, what, self.job.check, entry.name, entry.layout)
-        entry.own = together(LayoutRefused, what, self.job.describe_dry, entry.name, self.rank, dist.get_world_size())
-        gathered = gather((entry.own, self.job.said(entry.name)))
-        self.job.hear(entry.name, [said for _, said in gathered])
-        entry.world = together(LayoutRefused, what, World.assemble,
-                               {rank: held for rank, (held, _) in enumerate(gathered)})
+        size, _ = self.size_of(entry.layout)
+        gathered = share(LayoutRefused, what, lambda: (None, self._describe_share(entry.name, size)))[1]
+        of_rank = {rank: described for share in gathered for rank, described in share.items()}
+        self.job.hear(entry.name, [of_rank[rank][1] for rank in range(size)])
+        holdings = {rank: of_rank[rank][0] for rank in range(size)}
+        entry.own = holdings.get(self.rank)
+        if self.config.elastic is not None:
+            entry.holdings = holdings
+        entry.world = together(LayoutRefused, what, World.assemble, holdings)
+
+    def _describe_share(self, name: str, size: int) -> dict[int, tuple]:
+        """{rank: (what it would hold, what it would say)} of the ranks of a layout that this one describes: its own where there are
+        as many as now."""
+        here = dist.get_world_size()
+        return {rank % size: (self.job.describe_dry(name, rank % size, size), self.job.said(name))
+                for rank in range(self.rank, max(size, here), here)}
 
     def _plan(self, src: Entry, dst: Entry) -> Plan:
-        if (src.name, dst.name) not in self.registry.plans:
-            draft = together(LayoutRefused, f"the switch from {src.name!r} to {dst.name!r} is refused",
-                             draft_plan, src.world, dst.world, self.config.transfer.staging_bytes, self.rank)
-            balance = Balance(summed(gather(draft.demand)))
-            plan = together(SpaceError, "the plan", finish_plan, draft, balance.shares)
-            own = Part.of(plan, src.own.memory, dst.own.memory, self.config.keeps_old_state)
-            gathered = gather((plan.digest, own))
-            digests = [digest for digest, _ in gathered]
-            if len(set(digests)) > 1:
-                raise SpaceError(f"ranks made different plans from {src.name!r} to {dst.name!r}: {digests}")
-            self.registry.plans[src.name, dst.name] = plan
-            self.registry.peaks[src.name, dst.name] = own.peak_bytes
-            self.registry.totals[src.name, dst.name] = total([part for _, part in gathered], balance)
-        return self.registry.plans[src.name, dst.name]
+        names = src.name, dst.name
+        if names not in self.registry.plans:
+            plan, totals, peak = planned(names, src.world, dst.world, src.own.memory, dst.own.memory, self.rank,
+                                         self.config.transfer.staging_bytes, self.config.keeps_old_state)
+            self.registry.plans[names], self.registry.totals[names], self.registry.peaks[names] = plan, totals, peak
+        return self.registry.plans[names]
 
     def switch(self, target: str | Layout, iteration: int, started: float) -> SwitchReport | None:
         """Switch the job, whose loop has returned after `iteration`, to `target`; None if it is in that layout already.
@@ -218,27 +264,76 @@ class Controller:
         if plan is None:
             return None
         dst = self.registry.find(target)
-        report = SwitchReport(iteration, src.name, dst.name, _sizes(self.job.args), {}, plan,
-                              self.registry.totals[src.name, dst.name], self.config.verify, started)
-        memory.forget_peak()
-        report.phases["leave"] = start - started
-        report.phases["prepare"] = time.perf_counter() - start
-        try:
-            self._move(plan, dst, report)
-        except TransferError:
-            raise  # the old state is gone, or ranks can no longer speak with one another
-        except Exception as error:
-            _let_go_of_frames(error)
-            with report.phase("roll_back"):
-                self.job.roll_back(src.name)
-            self._forget_unless_declared(dst)
-            raise
+        passage = Passage(src, dst, plan, self.registry.totals[src.name, dst.name], self.registry.peaks[src.name, dst.name],
+                          self.rank, src.own, dst.own)
+        report = self._report(passage, iteration, started, start)
+        self._carry_out(passage, report, None)
         with report.phase("finish"):
             self.job.commit(iteration)
         report.dst_sizes = _sizes(self.job.args)
         self.current = dst.name
         self._forget_unless_declared(src)
         return report
+
+    def cross(self, passage: Passage, iteration: int, started: float, baton) -> tuple[SwitchReport, object]:
+        """Switch to other ranks, as was made ready: (the report, what `baton()` of the first old rank has for all). Collective over
+        the old and the new ranks; the former come when their loop has returned after `iteration`, the latter from waiting.
+
+        Afterwards the new ranks train, and the others hold nothing. Raises as `switch`.
+        """
+        start = time.perf_counter()
+        with passage.in_union():
+            src_name = share(LayoutRefused, "the job cannot be switched at this boundary",
+                             lambda: (None, self.current if passage.own_src is not None else None))[1]
+            src = self.registry.entries[next(name for name in src_name if name is not None)]
+            if src is not passage.src:
+                own = None if passage.own_src is None else src.holdings[passage.record.old.index(passage.record.union[passage.rank])]
+                passage.plan_anew(src, own, self.config.transfer.staging_bytes, self.config.keeps_old_state)
+        report = self._report(passage, iteration, started, start)
+        said = self._carry_out(passage, report, baton)
+        dst = passage.dst
+        with report.phase("finish"):
+            passage.old = worlds.of_process()
+            if passage.own_dst is None:
+                self.job.retire()
+            else:
+                worlds.take(passage.new)
+                self.job.commit(iteration, anew=True)
+        report.dst_sizes = _sizes(self.job.args)
+        self.current, self.members = dst.name, passage.record.new
+        self.registry.forget_plans()
+        for entry in list(self.registry.entries.values()):
+            if not entry.declared and entry is not dst:
+                self.job.forget(entry.name)
+                self.registry.forget(entry.name)
+            elif passage.own_dst is not None:
+                entry.become(passage.record.new.index(passage.record.union[passage.rank]))
+        return report, said
+
+    def _report(self, passage: Passage, iteration: int, started: float, start: float) -> SwitchReport:
+        memory.forget_peak()
+        record = passage.record
+        report = SwitchReport(iteration, passage.src.name, passage.dst.name, _sizes(self.job.args), {}, passage.plan, passage.totals,
+                              self.config.verify, started, beside=passage.beside, src_ranks=record.old if record else (),
+                              dst_ranks=record.new if record else ())
+        report.phases["leave"] = start - started
+        report.phases["prepare"] = time.perf_counter() - start
+        return report
+
+    def _carry_out(self, passage: Passage, report: SwitchReport, baton):
+        """Everything up to the commitment; what fails while it can is taken back."""
+        try:
+            with passage.in_union():
+                return self._move(passage, report, baton)
+        except TransferError:
+            raise  # the old state is gone, or ranks can no longer speak with one another
+        except Exception as error:
+            _let_go_of_frames(error)
+            with report.phase("roll_back"):
+                self.job.roll_back(passage.src.name)
+            if passage.union is None:
+                self._forget_unless_declared(passage.dst)
+            raise
 
     def _forget_unless_declared(self, entry: Entry) -> None:
         if not entry.declared and entry.name in self.registry.entries:
@@ -247,35 +342,48 @@ class Controller:
         if entry is self._considered:
             self._considered = None
 
-    def _move(self, plan: Plan, dst: Entry, report: SwitchReport) -> None:
+    def _move(self, passage: Passage, report: SwitchReport, baton):
         """Everything of a switch up to the commitment. What can be refused is refused before the first byte moves."""
-        job, src = self.job, self.registry.entries[self.current]
+        job, dst = self.job, passage.dst
 
         def left():
-            self._check_that_it_fits(src, dst)
-            job.quiesce()
-            old = _as_described(job.describe_live, src)
-            return old, job.capture(old)
+            if passage.own_src is None:
+                return None, (None, None)
+            with passage.in_old():
+                self._check_that_it_fits(passage)
+                job.quiesce()
+                old = _as_described(job.describe_live, passage.src.name, passage.own_src)
+                said = (job.progress(), baton()) if baton is not None and self.rank == 0 else None
+                return old, (job.capture(old), said)
 
         def built():
-            new = _as_described(functools.partial(job.build, dst.name), dst)
-            job.carry_over(carried)
-            return new
+            if passage.own_dst is None:
+                return None
+            with passage.in_new():
+                new = _as_described(functools.partial(job.build, dst.name), dst.name, passage.own_dst)
+                job.carry_over(carried)
+                return new
 
         with report.phase("quiesce"):
-            old, carried = share(LayoutRefused, "the job cannot be switched at this boundary", left)
+            old, gathered = share(LayoutRefused, "the job cannot be switched at this boundary", left)
+        carried = [captured for captured, _ in gathered if captured is not None]
+        progress, said = next((said for _, said in gathered if said is not None), (None, None))
         before = None
         if self.config.verify == "digest":
             with report.phase("verify"):
-                before = Checksums(plan.src, self.rank, old.storages, plan.common)
-        with report.phase("groups"):
-            job.enter(dst.name)
+                before = Checksums(passage.plan.src, passage.rank, _storages(old), passage.plan.common)
+        if passage.own_dst is not None:
+            with report.phase("groups"):
+                if passage.union is not None:
+                    job.take_world(passage.groups, passage.record.new.index(passage.record.union[passage.rank]), len(passage.record.new),
+                                   progress)
+                job.enter(dst.name)
         with report.phase("build"):
             new = together(LayoutRefused, f"layout {dst.name!r} cannot be built", built)
         with report.phase("data"):
-            together(LayoutRefused, f"the data of layout {dst.name!r} cannot be built", job.build_data)
+            together(LayoutRefused, f"the data of layout {dst.name!r} cannot be built", self._build_data, passage)
         try:
-            self._fill(plan, src, old, new, report, before, carried)
+            self._fill(passage, old, new, report, before, carried)
         except TransferError:
             raise
         except Exception as error:
@@ -283,44 +391,80 @@ class Controller:
                 raise
             raise TransferError(f"rank {self.rank}: {reason(error)}; the old state is given back already, in part or whole, so "
                                 "the job cannot go on, start it again from its last checkpoint") from error
+        return said
 
-    def _fill(self, plan: Plan, src: Entry, old, new, report: SwitchReport, before: Checksums | None, carried) -> None:
+    def _build_data(self, passage: Passage) -> None:
+        if passage.own_dst is not None:
+            with passage.in_new():
+                self.job.build_data()
+
+    def _fill(self, passage: Passage, old, new, report: SwitchReport, before: Checksums | None, carried) -> None:
         """Move the state and verify it; the old one is given back on the way, unless it is to stay."""
-        job, keeps = self.job, self.config.keeps_old_state
+        job, keeps, plan, rank = self.job, self.config.keeps_old_state, passage.plan, passage.rank
+        src, dst = _storages(old), _storages(new)
         with report.phase("transfer"):
             filled = _allocations(new)
             if keeps:  # a rank that has not the memory says so before any byte moves
                 together(LayoutRefused, "there is no memory for the new state beside the old one", filled.take_all)
-            turnover = Turnover.of(plan, self.rank, old.holdings.memory, new.holdings.memory)
+            turnover = Turnover.of(plan, rank, passage.memory_before, passage.memory_after)
             exchange = Exchange(turnover, None if keeps else _allocations(old), filled)
-            execute(plan, self.rank, old.storages, new.storages, timedelta(seconds=self.config.transfer.timeout_seconds),
-                    exchange)
+            self._execute(passage, src, dst, exchange)
         if self.config.verify != "off":
             with report.phase("verify"):
-                differences = (compare_bits(plan.src, plan.dst, self.rank, old.storages, new.storages) if before is None
-                               else before.differences(Checksums(plan.dst, self.rank, new.storages, plan.common)))
+                differences = (compare_bits(plan.src, plan.dst, rank, src, dst) if before is None
+                               else before.differences(Checksums(plan.dst, rank, dst, plan.common)))
                 together(VerificationError if keeps else TransferError,
-                         f"the state differs after the switch from {src.name!r} to {report.dst!r}",
-                         _same_state, differences, job, carried)
+                         f"the state differs after the switch from {report.src!r} to {report.dst!r}",
+                         _same_state, differences, job, carried if passage.own_dst is not None else None)
             report.verify = "ok"
 
-    def _check_that_it_fits(self, src: Entry, dst: Entry) -> None:
+    def _execute(self, passage: Passage, src: list, dst: list, exchange: Exchange) -> None:
+        """Move the state. Where it comes from ranks that keep it to ranks that may die, the former agree among themselves
+        whether it has arrived, in their own world: then the death of a rank that was being taken in ends the switch alone."""
+        timeout = timedelta(seconds=self.config.transfer.timeout_seconds)
+        if passage.union is None or not self.config.keeps_old_state:
+            execute(passage.plan, passage.rank, src, dst, timeout, exchange)
+            return
+        failure = None
+        try:
+            execute(passage.plan, passage.rank, src, dst, timeout, exchange)
+            gather(None)
+        except (TransferError, RuntimeError) as error:
+            failure = LayoutRefused(f"the state did not arrive: {reason(error)}")
+            if passage.own_src is None:
+                raise failure from error
+        if passage.own_src is not None:
+            with passage.in_old():
+                together(LayoutRefused, "the new ranks could not be filled", _raise, failure)
+
+    def _check_that_it_fits(self, passage: Passage) -> None:
         """Raise LayoutRefused if this rank cannot hold what the switch needs at its peak."""
-        peak, limit = self.registry.peaks[src.name, dst.name], self.config.transfer.memory_limit_bytes
+        peak, limit = passage.peak_bytes, self.config.transfer.memory_limit_bytes
         source = "`transfer.memory_limit_bytes`"
         if limit is None:
-            limit, source = self.job.memory_limit(src.own.memory), "what is free on its GPU beside that"
+            limit, source = self.job.memory_limit(passage.memory_before), "what is free on its GPU beside that"
         if limit is not None and peak > limit:
             both = " and the old state is to stay until the switch is verified (`transfer.keep_old_state`)"
             raise LayoutRefused(
                 f"the switch does not fit into memory: it needs up to {in_bytes(peak)} at once for the states and the scratch"
-                f"{both if self.config.keeps_old_state else ''}, of which {in_bytes(src.own.memory.state_bytes)} is the old state,"
-                f" {in_bytes(dst.own.memory.state_bytes)} the new one and {in_bytes(self.config.transfer.staging_bytes)} "
+                f"{both if self.config.keeps_old_state else ''}, of which {in_bytes(passage.memory_before.state_bytes)} is the old state,"
+                f" {in_bytes(passage.memory_after.state_bytes)} the new one and {in_bytes(self.config.transfer.staging_bytes)} "
                 f"`transfer.staging_bytes`; {source} allows {in_bytes(limit)}")
 
 
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _storages(state) -> list:
+    """The flat tensors of a rank's state; none of a rank that has no state."""
+    return [] if state is None else state.storages
+
+
 def _allocations(state) -> Allocations:
-    return Allocations(state.storages, state.allocations, state.holdings.memory)
+    return Allocations([], [], nothing().memory) if state is None else Allocations(state.storages, state.allocations,
+                                                                                   state.holdings.memory)
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
@@ -331,17 +475,18 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _as_described(state_of_rank, entry: Entry):
+def _as_described(state_of_rank, name: str, own: Holdings):
     """What `state_of_rank()` returns. Raises SpaceError if it is not what the plan was made for."""
     state = state_of_rank()
-    if state.holdings.digest() != entry.own.digest():
-        raise SpaceError(f"what the rank holds is not what was described for layout {entry.name!r}")
+    if state.holdings.digest() != own.digest():
+        raise SpaceError(f"what the rank holds is not what was described for layout {name!r}")
     return state
 
 
 def _same_state(differences: list[str], job, carried) -> None:
-    """Raise VerificationError if tensors differ, or anything else that was carried over."""
-    differences = differences + job.compare_carried(carried, job.capture_next())
+    """Raise VerificationError if tensors differ, or anything else that was carried over; None: nothing was, to this rank."""
+    if carried is not None:
+        differences = differences + job.compare_carried(carried, job.capture_next())
     if differences:
         raise VerificationError("; ".join(differences[:3]))
 

@@ -16,8 +16,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     Example: `Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)`. The data-parallel size follows from the
     others and the number of ranks, as in Megatron.
+
+    world_size: how many ranks it wants; or ranks: which, by their numbers in the job (those that join later go on counting
+    after those of the launch).
     """
 
+    world_size: int | UnsetType = UNSET
+    ranks: tuple[int, ...] | UnsetType = UNSET
     tensor_model_parallel_size: int | UnsetType = UNSET
     pipeline_model_parallel_size: int | UnsetType = UNSET
     num_layers_per_virtual_pipeline_stage: int | None | UnsetType = UNSET
@@ -41,8 +46,23 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         for name, value in self.arguments().items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ConfigError(f"{name}: {value} was asked for, but it counts from 1; give a positive number")
+        if self.ranks is not UNSET:
+            self._check_ranks()
         if isinstance(self.pipeline_model_parallel_layout, str):
             _check_length(self.pipeline_model_parallel_layout)
+
+    def _check_ranks(self) -> None:
+        if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
+            raise ConfigError(f"ranks: {list(self.ranks)} was asked for, but different numbers from 0 are expected")
+        if self.world_size not in (UNSET, len(self.ranks)):
+            raise ConfigError(f"ranks: {len(self.ranks)} were given beside world_size {self.world_size}; leave one of the two out")
+
+    @property
+    def num_ranks(self) -> int | None:
+        """How many ranks it wants; None for as many as were launched."""
+        if self.ranks is not UNSET:
+            return len(self.ranks)
+        return None if self.world_size is UNSET else self.world_size
 
     def arguments(self) -> dict[str, int | bool | str | None]:
         """The arguments that this layout sets, by name."""

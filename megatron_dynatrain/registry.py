@@ -1,6 +1,6 @@
 """The VPS registry: every layout of the job, what it is and what all its ranks hold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_dynatrain.errors import ConfigError
 from megatron_dynatrain.layout import LAUNCH, Layout, nearest
@@ -10,13 +10,20 @@ from megatron_dynatrain.space import Holdings, World
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One layout. `own` is what this rank holds in it, `world` what all ranks hold; None until it was described."""
+    """One layout. `own` is what this rank holds in it, `world` what all ranks hold; None until it was described. `holdings`: what
+    each rank holds, where the ranks of the job may change and with them which one this is; empty otherwise."""
 
     name: str
     layout: Layout
     declared: bool
     own: Holdings | None = None
     world: World | None = None
+    holdings: dict[int, Holdings] = field(default_factory=dict)
+
+    def become(self, rank: int) -> None:
+        """This process is `rank` from now on."""
+        if self.holdings:
+            self.own = self.holdings.get(rank)
 
 
 class Registry:
@@ -44,6 +51,19 @@ class Registry:
         if target not in self.entries:
             raise ConfigError(f"there is no layout {target!r}{nearest(target, self.entries)}")
         return self.entries[target]
+
+    def described(self) -> list[Entry]:
+        """The declared layouts that were described, for a process that comes to know them (`adopt`)."""
+        return [entry for entry in self.entries.values() if entry.world is not None]
+
+    def adopt(self, entries: list[Entry]) -> None:
+        """Take what another process knows."""
+        for entry in entries:
+            self.entries[entry.name] = entry
+
+    def forget_plans(self) -> None:
+        """The ranks have changed."""
+        self.plans, self.totals, self.peaks = {}, {}, {}
 
     def forget(self, name: str) -> None:
         """Drop an entry and the plans from and to it."""

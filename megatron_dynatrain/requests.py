@@ -7,10 +7,14 @@ rank, and only armed ranks look into the store at iteration boundaries. So an id
 All ranks must take note at the same boundary. Rank 0 decides: when every rank is armed, it publishes, at the end of
 iteration c and before it starts c + 1, that the messages count from c + 1 on. A rank that finishes c + 1 finds the decision in
 the store: no iteration ends anywhere before rank 0 has started it, since every step reduces over all ranks.
+
+Where ranks join and leave, each generation of ranks counts its own armed ranks, and takes up the messages where the one before it
+has stopped (`Position`).
 """
 
 import json
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
@@ -22,27 +26,48 @@ _SLEEP = timedelta(seconds=1)  # how long the end of training may wait for the t
 _DECODER = msgspec.json.Decoder(Message)
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the messages of a job have come: how many were handed out, how many all ranks know of, the decision to come next."""
+
+    done: int = 0
+    armed: int = 0
+    decision: int = 1
+
+
 class Requests:
     """This rank's end of the protocol. `is_armed` is the only thing that an idle step may look at."""
 
-    def __init__(self, store, rank: int, world_size: int, on_armed):
-        """store: a c10d store shared by all ranks. on_armed: called, in the waiting thread, when a message has come."""
+    def __init__(self, store, rank: int, world_size: int, on_armed, generation: int = 0, position: Position = Position()):
+        """store: a c10d store shared by all ranks. on_armed: called, in the waiting thread, when a message has come. position: the
+        same on all ranks of the generation."""
         self._store = store
         self._waiting_store = store.clone()  # its own connection: a waiting thread blocks it
         self._rank, self._world_size = rank, world_size
         self._on_armed = on_armed
-        self._armed = 0  # messages that this rank knows of
-        self._done = 0  # messages that were handed out
-        self._decision = 1  # the next decision to come
+        self._counter = f"{_PREFIX}/armed/{generation}"
+        self._known_to_all = position.armed
+        self._armed = position.armed  # messages that this rank knows of
+        self._done = position.done  # messages that were handed out
+        self._decision = position.decision  # the next decision to come
         self._closed = False
         self._thread = threading.Thread(target=self._wait, name="dynatrain-requests", daemon=True)
         self._thread.start()
+
+    def stop(self) -> None:
+        """Hear nothing any more; `close` waits for the thread."""
+        self._closed = True
 
     def close(self) -> None:
         """End the thread. A thread that comes back from the store while the interpreter ends would abort the process. Not
         collective."""
         self._closed = True
         self._thread.join(10 * _SLEEP.total_seconds())
+
+    @property
+    def position(self) -> Position:
+        """Where the next generation takes up. At a boundary, when what was due has been handed out. On rank 0."""
+        return Position(self._done, self._latest_known_to_all(), self._decision)
 
     @property
     def is_armed(self) -> bool:
@@ -63,18 +88,18 @@ class Requests:
                 if "timeout" in str(error).lower():
                     continue
                 return  # the store is gone: the job is ending
+            if self._closed:
+                return
             self._armed = ticket
             self._on_armed()
-            self._waiting_store.add(f"{_PREFIX}/armed/{ticket}", 1)
+            self._waiting_store.add(f"{self._counter}/{ticket}", 1)
 
     def due(self, iteration: int) -> list[Message]:
         """The messages that count from the end of `iteration` on, oldest first; the same on every rank. For armed ranks, at a
         boundary."""
         decided = self._decided()
         if decided is None and self._rank == 0:
-            latest = self._armed
-            while latest > self._done and self._store.add(f"{_PREFIX}/armed/{latest}", 0) < self._world_size:
-                latest -= 1
+            latest = self._latest_known_to_all()
             if latest > self._done:
                 text = json.dumps({"at_iteration": iteration + 1, "up_to": latest})
                 self._store.set(f"{_PREFIX}/decision/{self._decision}", text)
@@ -85,6 +110,12 @@ class Requests:
         self._done = decided["up_to"]
         self._decision += 1
         return [self._message(ticket) for ticket in tickets]
+
+    def _latest_known_to_all(self) -> int:
+        latest, known = self._armed, max(self._done, self._known_to_all)
+        while latest > known and self._store.add(f"{self._counter}/{latest}", 0) < self._world_size:
+            latest -= 1
+        return latest
 
     def undecided(self) -> list[Message]:
         """Messages that were not handed out: at the end of a job, when no boundary comes any more. Not collective."""

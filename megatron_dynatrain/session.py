@@ -10,18 +10,22 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_dynatrain import memory
-from megatron_dynatrain.agenda import Agenda, Cost, Dropped, Item, NEVER, Switch
+from megatron_dynatrain.agenda import NEVER, Agenda, Cost, Dropped, Formed, Item, Switch, Unformed
 from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, together
 from megatron_dynatrain.controller import Controller, SwitchReport
+from megatron_dynatrain.device_manager import DeviceManager, JobEnded
+from megatron_dynatrain.elastic import membership
+from megatron_dynatrain.elastic.membership import Membership
 from megatron_dynatrain.errors import ConfigError, DynaTrainError, LayoutRefused, RequestDropped, TransferError
-from megatron_dynatrain.layout import Layout
+from megatron_dynatrain.layout import LAUNCH, Layout
+from megatron_dynatrain.passage import Passage
 from megatron_dynatrain.promise import Promise
 from megatron_dynatrain.registry import Registry
 from megatron_dynatrain.report import Report, in_bytes, in_sizes
-from megatron_dynatrain.requests import Requests
+from megatron_dynatrain.requests import Position, Requests
 from megatron_dynatrain.run_dir.files import Answer
-from megatron_dynatrain.run_dir.watcher import Watcher, watch
+from megatron_dynatrain.run_dir.watcher import Baton, Watcher, watch
 
 
 class Session:
@@ -55,6 +59,9 @@ class Session:
         self._promises: dict[str, Promise] = {}  # what this rank's own code was promised, by message
         self._open_ids: tuple[str, ...] = ()  # messages that asked for the switch of `open_report`
         self._stalls: dict[tuple[str, str], float] = {}  # the last of each pair of layouts, in seconds
+        self.devices: DeviceManager | None = None  # where the ranks of the job may change
+        self.waits_as: Membership | None = None  # of a process that does not train from the start
+        self.launched = 0  # processes of the launch, with those that wait
         self._thread = 0  # that trains
         self._left_at = 0.0
         self._step_began = 0.0
@@ -84,6 +91,16 @@ class Session:
             self._close(f"the job did not start ({type(error).__name__}: {error})", str(error))
             raise
 
+    def start_waiting(self) -> None:
+        """As `start`, on a process that does not train yet. Not collective. Raises LayoutRefused or ConfigError."""
+        self._thread = threading.get_ident()
+        self.controller = Controller(self.job, Registry(self.config.layouts), self.config)
+        self.controller.begin(self.waits_as.launched)
+        self.job.start_waiting(LAUNCH)
+        for entry in self.controller.registry.entries.values():
+            self.job.check(entry.name, entry.layout)
+        self.devices = DeviceManager(self.waits_as, self.controller, lambda message, store: self._requests.put(message, store))
+
     def _watch(self) -> Watcher | None:
         """Take the run directory, on rank 0."""
         if dist.get_rank() != 0:
@@ -92,30 +109,62 @@ class Session:
                      self.controller.sizes, lambda: self.iteration)
 
     def _start(self, iteration: int, train_iters: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if self.config.elastic is not None:
+            self.devices = DeviceManager(self._membership(), self.controller, lambda message, store: self._requests.put(message, store))
+            store = self.devices.membership.store
         self.controller.start()
-        is_writer = dist.get_rank() == dist.get_world_size() - 1  # where Megatron's own writers are
-        path = self.config.report_path
-        self._report = together(ConfigError, f"`dynatrain.{'report' if self.config.report else 'run_dir'}`: {path} cannot be "
-                                "written; give a path on storage that the last rank can write to", Report,
-                                path if is_writer else None)
+        self._open_report_file()
         self._report.event("start", iteration=iteration, world_size=dist.get_world_size(), train_iters=train_iters,
                            layout=self.controller.current, sizes=self.controller.sizes,
                            layouts={name: entry.layout.arguments() for name, entry in
                                     self.controller.registry.entries.items()},
                            schedule=[[switch.at_iteration, switch.layout] for switch in self.config.schedule])
-        store = dist.distributed_c10d._get_default_store()
-        self._requests = requests = Requests(store, dist.get_rank(), dist.get_world_size(), self._look_at_next_boundary)
-        if self._watcher is not None:
-            own_store = store.clone()  # of the watcher's thread
-            self._watcher.update(state="training")
-            self._watcher.open(lambda message: requests.put(message, own_store))
+        self._listen(Position(), store)
         self.at_boundary(iteration)  # what is due before the first step
+
+    def _membership(self) -> Membership:
+        """How this process belongs to the job, and on rank 0 what others need to join it. Collective."""
+        def joined():
+            own = membership.of_trainer(self.config, dist.get_rank(), dist.get_world_size(), self.launched or dist.get_world_size(),
+                                        run, self.job.book.raw, self.job.args.dynatrain_config)
+            if self._watcher is not None:
+                self._watcher.update(store=own[1], ranks=list(range(dist.get_world_size())))
+            return own[0]
+
+        runs = gather(None if self._watcher is None else self._watcher.run)
+        run = next((run for run in runs if run is not None), None) or uuid.uuid4().hex
+        return together(ConfigError, "ranks cannot join this job", joined)
+
+    def _open_report_file(self) -> None:
+        is_writer = dist.get_rank() == dist.get_world_size() - 1  # where Megatron's own writers are
+        path = self.config.report_path
+        self._report = together(ConfigError, f"`dynatrain.{'report' if self.config.report else 'run_dir'}`: {path} cannot be "
+                                "written; give a path on storage that the last rank can write to", Report,
+                                path if is_writer else None)
+
+    def _listen(self, position: Position, store) -> None:
+        """Hear what is asked from now on, as a rank that trains."""
+        self._requests = Requests(store, dist.get_rank(), dist.get_world_size(), self._look_at_next_boundary,
+                                             0 if self.devices is None else self.devices.generation, position)
+        if self.devices is not None:
+            self.devices.train(is_first=dist.get_rank() == 0)
+        if self._watcher is not None:
+            self._watcher.update(state="training")
+            self._watcher.open(self._told_by_watcher(store))
+
+    def _told_by_watcher(self, store=None) -> Callable:
+        """How the watcher's thread tells all ranks, over a connection of its own."""
+        requests, own_store = self._requests, (store or self.devices.membership.store).clone()
+        return lambda message: requests.put(message, own_store)
 
     def _look_at_next_boundary(self) -> None:
         self.boundary = 0
 
     def _set_boundary(self) -> None:
         """The next iteration of the agenda; every iteration while a message is on its way."""
+        if self.devices is not None:
+            self.devices.want(self._agenda.wishes)
         self.boundary = self._agenda.next_iteration
         if self._requests.is_armed:  # read after the assignment: a message that comes now sets it to 0 itself
             self.boundary = 0
@@ -158,12 +207,31 @@ class Session:
         dropped = []
         if self._requests.is_armed:
             for message in self._requests.due(iteration):
+                if isinstance(message, Unformed):
+                    self.devices.drop(message.generation)
+                elif isinstance(message, Formed) and message.generation <= self.devices.generation:
+                    continue  # for ranks that have changed meanwhile
                 dropped += self._agenda.hear(message, iteration)
         self.pending, superseded = self._agenda.take(iteration)
+        if self.devices is not None:
+            self._sort_out()
         for drop in dropped + superseded:
             self._drop(drop, iteration)
         self._set_boundary()
         return bool(self.pending)
+
+    def _sort_out(self) -> None:
+        """Of what is due, what waits for other ranks goes back to the agenda; and ranks that nobody wants any more are let go."""
+        due, self.pending = self.pending, []
+        for item in due:
+            waits = item.kind == "switch" and item.key not in self._agenda.formed and self.controller.changes_ranks(item.layout)
+            if waits and self.controller.registry.find(item.layout).world is not None:
+                self._agenda.wait(item)
+            else:
+                self.pending.append(item)
+        wanted = {wish.key for wish in self._agenda.wishes} | {item.key for item in self.pending}
+        for key in self._agenda.formed.keys() - wanted:
+            self.devices.drop(self._agenda.formed.pop(key))
 
     def _drop(self, drop: Dropped, iteration: int) -> None:
         """Say that a switch will not be carried out."""
@@ -187,41 +255,148 @@ class Session:
 
     def switch(self, iteration: int) -> None:
         """Carry out what is pending, in order. Collective. A refusal is reported and leaves the layout as it is."""
-        items, self.pending = self.pending, []
         self._tell_state("switching")
-        for item in items:
+        while self.pending and not self.job.waits:
+            item = self.pending.pop(0)
             self.close_report()
             if item.kind == "cost":
                 self._tell_cost(item, iteration)
+            elif self.controller.changes_ranks(item.layout):
+                self._change_ranks(item, iteration)
             else:
                 self._switch_to(item, iteration)
             self._left_at = time.perf_counter()
+        if self.job.waits:
+            self.pending = []
+            return
+        self._set_boundary()
         self._tell_state("training")
 
+    def _change_ranks(self, item: Item, iteration: int) -> None:
+        """Go on with other ranks, if they are ready; otherwise when they are."""
+        number = self._agenda.formed.pop(item.key, None)
+        if number is not None:
+            self._attempt(item, iteration, lambda: self._cross(self.devices.call_roll(number, iteration), item, iteration))
+            return
+        try:
+            entry = self.controller.registry.find(item.layout)
+            self.controller.describe(entry)
+        except DynaTrainError as error:
+            self._refuse(item, iteration, error)
+            return
+        self._agenda.wait(item)
+
+    def _cross(self, passage: Passage, item: Item, iteration: int) -> SwitchReport:
+        """As a rank that trains until now."""
+        moved: list[Baton] = []
+
+        def baton():
+            if passage.record.new[0] != passage.record.old[0] and self._watcher is not None:
+                moved.append(self._watcher.hand_over())
+            return {"agenda": self._agenda, "position": self._requests.position, "items": self.pending, "item": item,
+                    "stalls": self._stalls, "watcher": moved[0] if moved else None, "left_at": time.time() - (
+                        time.perf_counter() - self._left_at)}
+
+        try:
+            report, said = self.controller.cross(passage, iteration, self._left_at, baton)
+        except BaseException as error:
+            if moved and not isinstance(error, TransferError):
+                self._watcher = moved[0].taken(self.config.run_dir, lambda: self.iteration)
+                self._watcher.open(self._told_by_watcher())
+            if not isinstance(error, TransferError):
+                passage.discard()
+            raise
+        if moved:
+            self._watcher = None
+        self._settle_in(passage, said)
+        return report
+
+    def _settle_in(self, passage: Passage, said: dict) -> None:
+        """After a change of ranks, on every process of it."""
+        requests, self._requests = self._requests, None
+        if requests is not None:
+            requests.stop()
+            self.devices.afterwards(requests.close)
+        self.devices.settle_in(passage)
+        self._report = Report(None)
+        if self.job.waits:
+            for message_id in list(self._promises):
+                self._answer((message_id,), "expired", self.iteration, reason="this rank does not train any more")
+            return
+        self._agenda.formed.clear()
+        if dist.get_rank() == 0 and said["watcher"] is not None:
+            self._watcher = said["watcher"].taken(self.config.run_dir, lambda: self.iteration)
+        if self._watcher is not None:
+            self._watcher.update(ranks=list(passage.record.new), world_size=len(passage.record.new))
+        self._open_report_file()
+        self._listen(said["position"], self.devices.membership.store)
+
+    def wait(self) -> int:
+        """Wait until this process is taken in: the iteration after which it was. Ends the process (SystemExit) with the job."""
+        while True:
+            try:
+                passage, iteration = self.devices.wait()
+            except JobEnded as ended:
+                print(f"[dynatrain] rank {self.devices.number} of the job, which waits, ends: {ended}", file=sys.stderr, flush=True)
+                self.devices.depart()
+                raise SystemExit(1 if ended.failed else 0) from None
+            started = time.perf_counter()
+            try:
+                report, said = self.controller.cross(passage, iteration, started, None)
+            except TransferError:
+                raise
+            except DynaTrainError as error:
+                print(f"[dynatrain] rank {self.devices.number} of the job was not taken in after iteration {iteration}: {error}",
+                      file=sys.stderr, flush=True)
+                passage.discard()
+                continue
+            report.started = started - max(time.time() - said["left_at"] - (time.perf_counter() - started), 0.0)
+            self.iteration = iteration
+            self._agenda, self._stalls, self.pending = said["agenda"], said["stalls"], said["items"]
+            self._settle_in(passage, said)
+            self.open_report, self._open_ids = report, said["item"].ids
+            self._left_at = time.perf_counter()
+            return iteration
+
+    def leave(self) -> None:
+        """End this process, which the job does not need any more (SystemExit, code 0), if it is to end."""
+        if self.devices.left_for_good:
+            print(f"[dynatrain] rank {self.devices.number} of the job has handed over what it held and leaves", flush=True)
+            raise SystemExit(0)
+
     def _switch_to(self, item: Item, iteration: int) -> None:
+        self._attempt(item, iteration, lambda: self.controller.switch(item.layout, iteration, self._left_at))
+
+    def _attempt(self, item: Item, iteration: int, switch: Callable[[], SwitchReport | None]) -> None:
         target = item.layout
         try:
-            if self.controller.registry.find(target).name != self.controller.current:
+            if self.controller.registry.find(target).name != self.controller.current or self.controller.changes_ranks(target):
                 start = time.perf_counter()
                 together(LayoutRefused, "a callback before the switch failed", self._call_before, iteration, target)
                 self._left_at += time.perf_counter() - start
-            self.open_report = self.controller.switch(target, iteration, self._left_at)
+            self.open_report = switch()
         except TransferError:
             raise
         except DynaTrainError as error:
-            print(f"[dynatrain] rank {dist.get_rank()}: the switch to {_name(target)!r} after iteration {iteration} was "
-                  f"refused, training goes on in layout {self.controller.current!r}: {error}", file=sys.stderr, flush=True)
-            self._report.event("refused", iteration=iteration, to=_name(target), reason=str(error),
-                               kind=type(error).__name__)
-            refusal = LayoutRefused(str(error))  # without the frames of the error, in which the new state lives
-            for hook in list(self.after_refusal):
-                hook(iteration, target, refusal)
-            self._answer(item.ids, "refused", iteration, error=refusal, reason=str(error))
+            self._refuse(item, iteration, error)
             return
-        if self.open_report is None:
+        if self.job.waits:
+            self.open_report = None
+        elif self.open_report is None:
             self._answer(item.ids, "unchanged", iteration, reason=f"the job is in layout {self.controller.current!r} already")
         else:
             self._open_ids = item.ids
+
+    def _refuse(self, item: Item, iteration: int, error: DynaTrainError) -> None:
+        """A switch that did not come about: say so, on every rank."""
+        target = item.layout
+        print(f"[dynatrain] rank {dist.get_rank()}: the switch to {_name(target)!r} after iteration {iteration} was "
+              f"refused, training goes on in layout {self.controller.current!r}: {error}", file=sys.stderr, flush=True)
+        self._report.event("refused", iteration=iteration, to=_name(target), reason=str(error), kind=type(error).__name__)
+        refusal = LayoutRefused(str(error))  # without the frames of the error, in which the new state lives
+        for hook in list(self.after_refusal):
+            hook(iteration, target, refusal)
+        self._answer(item.ids, "refused", iteration, error=refusal, reason=str(error))
 
     def _call_before(self, iteration: int, target: str | Layout) -> None:
         for hook in list(self.before_switch):
@@ -248,11 +423,19 @@ class Session:
         """The first new step starts now, or the next switch, or the end: the stall is over. Collective after a switch."""
         report, self.open_report = self.open_report, None
         if report is not None:
-            report.peak_memory_bytes = max((peak for peak in gather(memory.peak_bytes()) if peak is not None), default=None)
+            gathered = gather((memory.peak_bytes(), report.phases if self._trained_before(report) else None))
+            report.peak_memory_bytes = max((peak for peak, _ in gathered if peak is not None), default=None)
             report.stall_seconds = time.perf_counter() - report.started
+            if not self._trained_before(report):  # it was waited for, and measures nothing of what was before
+                report.phases = dict(next((phases for _, phases in gathered if phases is not None), report.phases))
             report.phases["resume"] = max(report.stall_seconds - sum(report.phases.values()), 0.0)
             self._tell(report)
+            if self.devices is not None:
+                self.devices.let_go()
         self.step_begins()
+
+    def _trained_before(self, report: SwitchReport) -> bool:
+        return self.devices is None or not report.src_ranks or self.devices.number in report.src_ranks
 
     def _tell(self, report: SwitchReport) -> None:
         self._report.event("switch", **report.event())
@@ -306,6 +489,11 @@ class Session:
 
     def _close(self, reason: str, error: str | None) -> None:
         """Nothing can be asked any more; whoever has no answer gets `reason`."""
+        if self.devices is not None and not self.job.waits:
+            self.devices.stop()
+            if dist.get_rank() == 0:
+                self.devices.end(error or reason, failed=error is not None)
+            self.devices.let_go(wait=True)
         requests, self._requests = self._requests, None
         if requests is not None:
             requests.close()

@@ -7,7 +7,7 @@ The space knows neither Megatron nor how anything travels.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -136,6 +136,11 @@ class Holdings:
         return state.hexdigest()
 
 
+def nothing() -> Holdings:
+    """What a rank holds that is no member."""
+    return Holdings.from_pieces([], [])
+
+
 def _apart(pieces: list[Piece], storages: list[Storage]) -> Memory:
     """Every storage in an allocation of its own."""
     itemsize = {piece.storage: piece.tensor.itemsize for piece in pieces}
@@ -193,6 +198,11 @@ class World:
                     digest=_digest((rank, holdings[rank].digest()) for rank in ranks))
         check_cover(world)
         return world
+
+    def renumbered(self, ranks) -> "World":
+        """The same world, its ranks known by other numbers: rank i becomes `ranks[i]`, ascending."""
+        number = np.asarray(ranks, np.int64)
+        return replace(self, ranks=number[self.ranks], rank=number[self.rank], digest=_digest([self.digest, number.tolist()]))
 
     def __len__(self) -> int:
         return len(self.boxes)

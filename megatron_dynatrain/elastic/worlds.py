@@ -74,6 +74,11 @@ def current():
     return _switchboard().world
 
 
+def of_process():
+    """The world of all threads that have not entered another."""
+    return _switchboard()._of_process
+
+
 def take(world) -> None:
     """Make `world` the one of the process: of all threads that have not entered another. Not collective."""
     _switchboard()._of_process = world

@@ -23,7 +23,7 @@ class ArgumentBook:
 
     def __init__(self, raw: Namespace, defaults: dict, validate):
         """raw: a copy of the parsed arguments before validation. validate: Megatron's `validate_args`."""
-        self._raw = raw
+        self.raw = raw
         self._defaults = defaults
         self._validate = validate
         self.launch = self._validated(raw)
@@ -40,11 +40,13 @@ class ArgumentBook:
 
         vocab_size: the tokenizer's, without padding. The padded size stays that of the launch wherever TP divides it.
         """
-        raw = copy.deepcopy(self._raw)
+        raw = copy.deepcopy(self.raw)
         if getattr(raw, "step_batch_size_schedule", None) is None:
             raw.global_batch_size = self.launch.global_batch_size  # it must not follow the data-parallel size
         for name, value in layout.arguments().items():
-            setattr(raw, name, value)
+            if name != "ranks":
+                setattr(raw, name, value)
+        raw.world_size = layout.num_ranks or raw.world_size
         try:
             args = self._validated(raw)
             self._check_batch(args)

@@ -22,13 +22,15 @@ class Carried:
 
     settings: distinct dictionaries of group settings; `step` among them wherever the optimizer keeps it.
     of_param: the settings of each parameter, by number. scaler: state of the loss scaler, if there is one.
-    scheduler: the values of the learning-rate scheduler.
+    scheduler: the values of the learning-rate scheduler. log: of the last rank, what Megatron's log has added up since its last
+    line, where the ranks change.
     """
 
     settings: list[dict] = field(default_factory=list)
     of_param: dict[tuple, int] = field(default_factory=dict)
     scaler: dict | None = None
     scheduler: dict = field(default_factory=dict)
+    log: dict | None = None
 
 
 def identity(owned: OwnedParam) -> tuple:

@@ -21,11 +21,15 @@ class DataRecipe:
         self._eval_iters = None
 
     def first(self, provider, args: Namespace):
-        """Build for the launch layout, and remember the provider. Without its virtual stage, where it has one."""
+        """Build for the launch layout, and remember the provider."""
+        self.note(provider, args)
+        return self._build(provider)
+
+    def note(self, provider, args: Namespace) -> None:
+        """Remember the provider. Without its virtual stage, where it has one."""
         if self.provider is None:
             self._eval_iters = copy.copy(args.eval_iters)  # --full-validation writes the length of what it built here
         self.provider = provider.func if is_of_stage(provider) else provider
-        return self._build(provider)
 
     def build(self, args: Namespace) -> dict[str, object]:
         """{'train', 'valid', 'test'}: iterators of this rank; lists over virtual stages where there are any. Collective.

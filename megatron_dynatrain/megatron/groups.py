@@ -133,10 +133,11 @@ class ParallelStates:
             module.initialize_model_parallel(**call)
         return WorldGroups(pool, {layout: _capture(module)}, {layout: set(pool.asked)})
 
-    def take(self, groups: WorldGroups) -> None:
-        """From now on the job trains in the world of `groups`. Not collective; the old ones are left to whoever ends their
-        world."""
-        groups.pool.asked.clear()
+    def take(self, groups: WorldGroups | None) -> None:
+        """From now on the job trains in the world of `groups`, or in none. Not collective; the old ones are left to whoever ends
+        their world."""
+        if groups is not None:
+            groups.pool.asked.clear()
         self._live = groups
 
     @property

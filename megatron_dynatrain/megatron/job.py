@@ -3,23 +3,31 @@
 import contextlib
 import copy
 import gc
+import os
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+from torch.distributed import distributed_c10d
 
 from megatron_dynatrain import late
+from megatron_dynatrain.device_map import DeviceMap
+from megatron_dynatrain.elastic import worlds
 from megatron_dynatrain.errors import DynaTrainError, LayoutRefused, reason
 from megatron_dynatrain.layout import Layout
 from megatron_dynatrain.megatron import alike, carry, conversation, describe, rng
 from megatron_dynatrain.megatron.arguments import ArgumentBook, reconfigure_microbatches
 from megatron_dynatrain.megatron.build import Recipe, release
 from megatron_dynatrain.megatron.data import DataRecipe, shut_down
-from megatron_dynatrain.megatron.dry import dry_world
-from megatron_dynatrain.megatron.groups import ParallelStates, forget_groups
+from megatron_dynatrain.megatron.dry import dry_world, idle_world
+from megatron_dynatrain.megatron.groups import ParallelStates, WorldGroups, forget_groups
 from megatron_dynatrain.megatron.writers import Writers
 from megatron_dynatrain.space import Holdings, Memory
+
+
+_OF_PROCESS = ("rank", "world_size", "local_rank", "dynatrain_join")  # arguments that differ from process to process
 
 
 @dataclass(slots=True)
@@ -51,6 +59,12 @@ class MegatronJob:
         self._validated: dict[str, Namespace] = {}
         self._said: dict[str, list] = {}  # what this rank said in a dry build of a layout (see `conversation`)
         self.answers: dict[str, list[list]] = {}  # what all ranks said, by layout
+        self._device_type = "cuda"  # where parameters lie; "cpu" on the CPU backend
+        self.waits = False  # whether this process holds no state: it has joined, or was sent back
+        self.calls: dict[str, dict] = {}  # how Megatron makes the groups of a layout
+        self.log_totals: dict | None = None  # in which Megatron's log adds up, over all segments
+        self._carried_log: dict | None = None
+        self._left: tuple | None = None  # groups, rank and number of ranks of the world that is being left
         self._eval_iters = None  # of the layout that is left
         self._streams: dict | None = None  # random states at the boundary
 
@@ -59,6 +73,7 @@ class MegatronJob:
     def start(self, launch: str) -> None:
         """At the entry of the first `train`: nothing has been trained, everything is built."""
         self.complete(launch)
+        self.calls[launch] = self.states.last_call
         self.states.remember(launch)
         self.live.args = self.book.launch
 
@@ -66,9 +81,15 @@ class MegatronJob:
         """Once Megatron is initialised: what its arguments did not say before. `launch` names the layout that they give."""
         from megatron.training import global_vars
 
+        self._device_type = torch.empty(0, device=torch.cuda.current_device()).device.type
         self._vocab_size = getattr(global_vars._GLOBAL_TOKENIZER, "vocab_size", None)
         self.book.launch.padded_vocab_size = self.args.padded_vocab_size
         self._validated[launch] = self.book.launch
+
+    def start_waiting(self, launch: str) -> None:
+        """As `start`, on a process that does not train yet."""
+        self.waits = True
+        self.live.args = self.book.launch
 
     @property
     def args(self) -> Namespace:
@@ -125,6 +146,7 @@ class MegatronJob:
                 self.states.reset()
                 with while_groups_are_made():
                     self.states.initialize()
+                self.calls[name] = self.states.last_call
                 yield target
         except DynaTrainError:
             raise
@@ -157,10 +179,43 @@ class MegatronJob:
         finally:
             self.book.apply(self.live.args, args)
 
+    @property
+    def backend(self) -> str:
+        """What ranks talk with."""
+        return self.args.distributed_backend
+
+    def build_hollow(self, launch: str) -> list:
+        """On a process that does not train: the chunks of the launch layout without memory, for what Megatron asks of a model
+        before it trains. Not collective."""
+        self.complete(launch)
+        with self._dry(launch, 0, self.book.launch.world_size) as target:
+            model, _ = self._build_dry(launch, target)
+        self._said.pop(launch)
+        return model
+
+    @contextlib.contextmanager
+    def in_thread(self):
+        """Inside, another thread than the one that trains uses this process's device."""
+        torch.cuda.set_device(self.args.local_rank)
+        with DeviceMap("cpu") if self._device_type == "cpu" else contextlib.nullcontext():
+            yield
+
+    def make_groups_in(self, world, name: str, patience: timedelta) -> WorldGroups:
+        """Create the process groups of a described layout in another world. Collective over its ranks; from any thread."""
+        call = dict(self.calls[name])
+        if "create_gloo_process_groups" in call:  # a description needs none
+            call["create_gloo_process_groups"] = self._validated[name].use_gloo_process_groups
+        groups = self.states.make_in(world, name, call, patience)
+        with worlds.entered(world):
+            distributed_c10d._set_pg_timeout(timedelta(minutes=self.args.distributed_timeout_minutes), world.default_pg)
+            if self._device_type == "cuda":
+                warm(world)
+        return groups
+
     def memory_limit(self, held: Memory) -> int | None:
         """What this rank could hold its state and the scratch of a switch in, given that it holds `held` now: bytes, or None
         where nothing bounds it but the host."""
-        if not torch.cuda.is_available() or next(self.live.model[0].parameters()).device.type != "cuda":
+        if not torch.cuda.is_available() or self._device_type != "cuda":
             return None
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return held.state_bytes + held.gradient_bytes + free
@@ -183,6 +238,23 @@ class MegatronJob:
                     param.grad = None
         _give_back_gradients(self.live.model)
 
+    def progress(self) -> dict:
+        """How far training has come: the arguments that Megatron changes while it trains."""
+        return {name: value for name, value in vars(self.args).items()
+                if name not in _OF_PROCESS and isinstance(value, (int, float, str, type(None)))
+                and (name not in self.live.args or getattr(self.live.args, name) != value)}
+
+    def take_world(self, groups: WorldGroups, rank: int, world_size: int, progress: dict) -> None:
+        """Be `rank` of another world from now on, as far as Megatron is concerned; `enter` follows. Not collective."""
+        self._left = (self.states.live, self.args.rank, self.args.world_size)
+        self._become(groups, rank, world_size)
+        vars(self.args).update(progress)
+
+    def _become(self, groups: WorldGroups | None, rank: int, world_size: int) -> None:
+        self.states.take(groups)
+        self.args.rank, self.args.world_size = rank, world_size
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+
     def enter(self, name: str) -> None:
         """Make arguments, process groups and micro-batches those of layout `name`. Not collective."""
         target = self._validated[name]
@@ -194,7 +266,7 @@ class MegatronJob:
         """Build the new model and optimizer beside the old ones, and describe them. Their tensors take their memory when they
         are filled (`late`), if that is possible for this model. Not collective."""
         try:
-            with late.LateMemory(next(self.live.model[0].parameters()).device.type) as memory:
+            with late.LateMemory(self._device_type) as memory:
                 state = self._build(name)
                 gradients = [buffer.grad_data.untyped_storage() for buffer in describe.grad_buffers(self._next.model)]
                 memory.settle({storage._cdata for storage in (*state.allocations, *gradients)})
@@ -218,10 +290,14 @@ class MegatronJob:
 
     def capture(self, state: describe.RankState) -> carry.Carried:
         """What this rank carries over besides tensors."""
-        return carry.capture(self.live.optimizer, self.live.scheduler, state.owned)
+        carried = carry.capture(self.live.optimizer, self.live.scheduler, state.owned)
+        if self.args.rank == self.args.world_size - 1:
+            carried.log = _on("cpu", self.log_totals)
+        return carried
 
     def carry_over(self, gathered: list[carry.Carried]) -> None:
         """Set what all ranks carried over on the new objects."""
+        self._carried_log = next((carried.log for carried in gathered if carried.log is not None), None)
         carry.apply(gathered, self._next.optimizer, self._next.scheduler, self._next_state.owned)
 
     def compare_carried(self, gathered: list[carry.Carried], after: carry.Carried) -> list[str]:
@@ -236,8 +312,9 @@ class MegatronJob:
         """Build the data iterators of the new layout, at the position of the samples consumed so far. Collective."""
         self._next.iterators = self.data.build(self.args)
 
-    def commit(self, iteration: int) -> None:
-        """The new objects take over and the old ones die; random state follows. Not collective."""
+    def commit(self, iteration: int, anew: bool = False) -> None:
+        """The new objects take over and the old ones die; random state follows, derived `anew` where the ranks are others. Not
+        collective."""
         old, new = self.live, self._next
         old_args = old.args
         shut_down(list(old.iterators.values()))
@@ -246,13 +323,32 @@ class MegatronJob:
         old.model[:] = new.model  # pretrain holds this very list
         new.model = old.model
         self.live, self._next, self._next_state = new, None, None
+        self.waits, self._left = False, None
+        if anew:
+            self.log_totals = _on(self._device_type, self._carried_log)
         del old
         gc.collect()
         torch.cuda.empty_cache()
         _take_gradients(new.model)
-        rng.settle(self._streams, old_args, new.args,
+        rng.settle(None if anew else self._streams, old_args, new.args,
                    lambda: self.reseed(rng.seed_after_switch(self.args.seed, iteration)))
         self._streams = None
+
+    def retire(self) -> None:
+        """This process trains no more: give everything back but what it needs to be taken in again. Not collective."""
+        old = self.live
+        shut_down(list(old.iterators.values()))
+        release(old.model, old.optimizer)
+        forget_groups()
+        old.model[:] = []  # pretrain holds this very list
+        self.live, self.waits, self._streams = Live(old.model, None, None, {}, old.args), True, None
+        self.log_totals = None
+        del old
+        self.states.reset()
+        self.states.take(None)
+        worlds.take(idle_world())
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def roll_back(self, name: str) -> None:
         """Back to layout `name`, whose objects are alive: everything is as it was before the switch. Not collective."""
@@ -263,6 +359,12 @@ class MegatronJob:
         self._next, self._next_state = None, None
         gc.collect()  # the new state makes room before the old gradients come back
         torch.cuda.empty_cache()
+        if self._left is not None:
+            self._become(*self._left)
+            self._left = None
+        if self.waits:
+            self.states.reset()
+            return
         self.enter(name)
         if self._streams is not None:
             rng.restore(self._streams)
@@ -274,6 +376,21 @@ class MegatronJob:
         self._validated.pop(name, None)
         self.answers.pop(name, None)
         self.states.forget(name)
+
+
+def _on(device: str, totals: dict | None) -> dict | None:
+    return totals and {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in totals.items()}
+
+
+def warm(world) -> None:
+    """Set up the communicators of all groups of a world, where that would otherwise wait for their first use (NCCL); gloo has
+    connected already. Collective over the world: all its ranks made the groups in one order."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for group in list(world.pg_map):
+        with contextlib.suppress(RuntimeError):  # a group of gloo alone
+            backend = group._get_backend(device)
+            if hasattr(backend, "eager_connect_single_device"):
+                backend.eager_connect_single_device(device)
 
 
 def _give_back_gradients(model: list) -> None:

@@ -12,6 +12,8 @@ import gc
 import inspect
 
 from megatron_dynatrain import config as configuration
+from megatron_dynatrain.layout import LAUNCH
+from megatron_dynatrain.megatron import waiting
 from megatron_dynatrain.megatron.arguments import ArgumentBook
 from megatron_dynatrain.megatron.build import Recipe
 from megatron_dynatrain.megatron.data import DataRecipe, is_of_stage
@@ -39,13 +41,20 @@ def add_flags(session, original):
     def add_megatron_arguments(parser):
         parser = original(parser)
         if "--dynatrain-config" in parser._option_string_actions:  # a patched checkout has it
-            return parser
+            return add_join_flag(parser)
         group = parser.add_argument_group(title="megatron_dynatrain")
         group.add_argument("--dynatrain-config", type=str, default=None, metavar="FILE",
                            help="YAML file with the layouts between which this job switches, and when")
-        return parser
+        return add_join_flag(parser)
 
     return add_megatron_arguments
+
+
+def add_join_flag(parser):
+    parser.add_argument("--dynatrain-join", nargs="?", const="", default=None, metavar="JOB",
+                        help="join the job that runs on the run_dir of --dynatrain-config (of the scheduler's number, or the run, "
+                        "JOB) and wait to be taken in")
+    return parser
 
 
 def record_arguments(session, original):
@@ -56,8 +65,9 @@ def record_arguments(session, original):
             session.config = configuration.load(path)
         if not session.active:
             return original(args, defaults)
+        check_supported(args)
+        waiting.set_aside(session, args)
         raw = copy.deepcopy(args)
-        check_supported(raw)
         validated = original(args, defaults)
         session.job.book = ArgumentBook(raw, defaults, original)
         check_supported(session.job.book.launch)
@@ -99,6 +109,8 @@ def record_initialization(session, original):
                 original(*args, **kwargs)
 
         session.job.states.initialize = again
+        if session.waits_as is not None:
+            return waiting.initialize(session, original, args, kwargs)
         return original(*args, **kwargs)
 
     return _initialize_distributed
@@ -122,6 +134,9 @@ def record_model(session, original):
         gc.collect()
         gc.freeze()
         session.job.recipe = Recipe(original, args, kwargs, session.job.book.launch)
+        if session.waits_as is not None:
+            session.job.live = Live(session.job.build_hollow(LAUNCH), None, None, {}, session.job.book.launch)
+            return session.job.live.model, Handle(session, "optimizer"), Handle(session, "scheduler")
         model, optimizer, scheduler = original(*args, **kwargs)
         session.job.live = Live(model, optimizer, scheduler, {}, session.job.book.launch)
         return model, Handle(session, "optimizer"), Handle(session, "scheduler")
@@ -139,6 +154,10 @@ def record_data(session, original):
             return original(provider)
         job = session.job
         job.data = job.data or DataRecipe(original)
+        if session.waits_as is not None:
+            job.data.note(provider, job.args)
+            waiting.promise_data(job.args)
+            return tuple(Handle(session, kind) for kind in kinds)
         iterators = dict(zip(kinds, job.data.first(provider, job.args), strict=True))
         if is_of_stage(provider):  # one call for each virtual pipeline stage
             for kind, iterator in iterators.items():
@@ -158,7 +177,10 @@ def train_in_segments(session, original):
         if not session.active:
             return original(*args, **kwargs)
         live_args = session.job.args
-        session.start(live_args.iteration, live_args.train_iters)
+        if session.waits_as is not None:
+            session.start_waiting()
+        else:
+            session.start(live_args.iteration, live_args.train_iters)
         session.job.writers.is_due = True  # the layout of the launch
         try:
             iteration, flops = _segments(session, original, signature, args, kwargs)
@@ -178,11 +200,12 @@ def _segments(session, original, signature, args, kwargs):
     """Run the loop, one segment a layout, to the end of training: what its last segment returns."""
     live_args = session.job.args
     train_iters = live_args.train_iters
-    if not session.pending:
+    if not session.pending and not session.job.waits:
         _at_first_step(session.step_begins)
     while True:
-        if session.pending:
-            session.switch(live_args.iteration)
+        if session.pending or session.job.waits:
+            _switch(session, live_args)
+            train_iters = live_args.train_iters
             _as_before_training(session.job.live.model)
             _forget_strategies(signature.bind(*args, **kwargs).arguments.get("checkpointing_context"))
             _at_first_step(session.close_report)
@@ -194,6 +217,15 @@ def _segments(session, original, signature, args, kwargs):
             return iteration, flops
         live_args.iteration, live_args.num_floating_point_operations_so_far = iteration, flops
         _stop_timer("interval-time")
+
+
+def _switch(session, live_args) -> None:
+    """Carry out what is due; where this process then does not train, wait until it does. Ends it (SystemExit) if it never will."""
+    if session.pending:
+        session.switch(live_args.iteration)
+    while session.job.waits:
+        session.leave()
+        session.switch(session.wait())
 
 
 def _as_before_training(model: list) -> None:
@@ -266,7 +298,6 @@ def watch_boundary(session, original):
 def keep_log(session, original):
     signature = inspect.signature(original)
     position = list(signature.parameters).index("iteration")
-    totals = {}  # the dictionary in which the first segment collects
     writers = session.job.writers
     session.after_switch.append(writers.add)
 
@@ -281,11 +312,14 @@ def keep_log(session, original):
         return report_memory
 
     def logged(iteration, args, kwargs):
-        if iteration < session.boundary and not totals and not session.reports_steps:
+        job = session.job
+        if iteration < session.boundary and job.log_totals is None and not session.reports_steps:
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
-        if call.arguments["total_loss_dict"] is not totals.setdefault("of_job", call.arguments["total_loss_dict"]):
-            call.arguments["total_loss_dict"] = totals["of_job"]
+        if job.log_totals is None:
+            job.log_totals = call.arguments["total_loss_dict"]
+        if call.arguments["total_loss_dict"] is not job.log_totals:
+            call.arguments["total_loss_dict"] = job.log_totals
             call.arguments["is_first_iteration"] = False
         if session.reports_steps:
             _report_step(session, call.arguments)

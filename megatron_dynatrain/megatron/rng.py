@@ -51,21 +51,21 @@ _DENSE = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_s
 _EXPERT = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
-def settle(streams: dict, old: Namespace, new: Namespace, reseed) -> None:
+def settle(streams: dict | None, old: Namespace, new: Namespace, reseed) -> None:
     """Set the streams of the new layout: those whose coordinates stay go on from `streams`, the others are derived anew.
 
-    streams: from `capture`, at the boundary. old, new: the arguments of both layouts. reseed: derives all streams for the
+    streams: from `capture`, at the boundary; None to derive all anew. old, new: the arguments of both layouts. reseed: derives all streams for the
     live coordinates. Not collective; all ranks decide alike.
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 
     same = lambda names: all(getattr(old, name) == getattr(new, name) for name in names)  # noqa: E731
-    if same(_DENSE + _EXPERT):
+    if streams is not None and same(_DENSE + _EXPERT):
         restore(streams)
         return
     reseed()
-    if same(_DENSE):
+    if streams is not None and same(_DENSE):
         expert = get_expert_parallel_rng_tracker_name()
         anew = get_cuda_rng_tracker().get_states()[expert]
         restore({**streams, "tracker": {**streams["tracker"], expert: anew}})

@@ -70,6 +70,7 @@ class Status(msgspec.Struct, frozen=True, omit_defaults=False, kw_only=True):
 
     run: a token that no other run of the directory has. job: the scheduler's number of the job, if there is one.
     iteration: finished ones. layout: the name of the current one. sizes: of it, for people, such as {"TP": 2}.
+    ranks: where they may change, the numbers of the ranks that train, and store: HOST:PORT of the store of the job.
     layouts: declared ones, {name: arguments}. pending: IDs of requests that have no answer yet. last_switch: its event in
     report.jsonl. reason: why the job ended, if by an error.
     """
@@ -93,6 +94,8 @@ class Status(msgspec.Struct, frozen=True, omit_defaults=False, kw_only=True):
     pending: list[str]
     last_switch: dict[str, Any] | None = None
     reason: str | None = None
+    ranks: list[int] | None = None
+    store: str | None = None
 
 
 class Unreadable(DynaTrainError):

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -45,15 +46,17 @@ def watch(config: Config, world_size: int, train_iters: int, layout: str, sizes:
 class Watcher:
     """Looks after a directory that `ownership.claim` has made this job's.
 
-    status: as it was claimed. iteration: how many iterations have finished. Until `open` requests are left lying.
+    status: as it was claimed. iteration: how many iterations have finished. baton: of the process that looked after it before.
+    Until `open` requests are left lying.
     """
 
-    def __init__(self, run_dir: RunDir, status: Status, iteration: Callable[[], int]):
+    def __init__(self, run_dir: RunDir, status: Status, iteration: Callable[[], int], baton: "Baton | None" = None):
         self._run_dir, self._status, self._iteration = run_dir, status, iteration
         self._tell: Callable[[Message], None] | None = None
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # what other threads say: answers, status fields, the end
-        self._open: dict[str, RequestFile] = {}  # requests without an answer, by ID
-        self._unwritten: dict[str, Answer] = {}  # answers that are not on disk yet
+        # Requests without an answer, by ID, and answers that are not on disk yet.
+        self._open: dict[str, RequestFile] = dict(baton.open) if baton else {}
+        self._unwritten: dict[str, Answer] = dict(baton.unwritten) if baton else {}
         self._answered: set[str] = set()  # written, but the request could not be removed yet
         self._doubtful: dict[Path, tuple] = {}  # files that do not read: (size, mtime), and since when they are so
         self._left: set[Path] = set()  # files that could be neither read nor moved
@@ -61,6 +64,7 @@ class Watcher:
         self._changed = True
         self._in_trouble = False
         self._lost = False  # another job has the directory
+        self._handed_over = False
         self._end_reason: str | None = None  # the answer to what is left at the end of the job
         self._thread = threading.Thread(target=self._run, name="dynatrain-run-dir", daemon=True)
         self._thread.start()
@@ -70,6 +74,11 @@ class Watcher:
     def open(self, tell: Callable[[Message], None]) -> None:
         """From now on requests are told with `tell`, which this thread calls."""
         self._tell = tell
+
+    @property
+    def run(self) -> str:
+        """The token of this run of the directory."""
+        return self._status.run
 
     def answer(self, answer: Answer) -> None:
         """Write the answer to a request of the directory."""
@@ -86,10 +95,17 @@ class Watcher:
         self._inbox.put(answer)
         self._thread.join(timeout)
 
+    def hand_over(self, timeout: float = 5.0) -> "Baton":
+        """Stop looking after the directory: what another process needs to go on (`Baton.taken`). Waits `timeout` seconds at most."""
+        self._handed_over = True
+        self._inbox.put({})
+        self._thread.join(timeout)
+        return Baton(self._status, self._open, self._unwritten)
+
     # The thread.
 
     def _run(self) -> None:
-        while not self._lost:
+        while not self._lost and not self._handed_over:
             start = time.monotonic()
             try:
                 self._look()
@@ -269,6 +285,19 @@ class Watcher:
             self._lost = True
             _say(f"run_dir {self._run_dir.path} now belongs to another job ({who(found)}); this one trains on and takes no "
                  "more requests from it")
+
+
+@dataclass(frozen=True, slots=True)
+class Baton:
+    """What goes from one process that looks after a run directory to the next."""
+
+    status: Status
+    open: dict[str, RequestFile]
+    unwritten: dict[str, Answer]
+
+    def taken(self, run_dir: str, iteration: Callable[[], int]) -> Watcher:
+        """Look after the directory from now on, on this process, for the same run."""
+        return Watcher(RunDir(run_dir), msgspec.structs.replace(self.status, **this_process()), iteration, self)
 
 
 def _say(text: str) -> None:

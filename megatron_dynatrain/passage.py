@@ -1,0 +1,179 @@
+"""What a switch goes over: the plan, which of its ranks this process is, and the worlds before, during and after it.
+
+In a switch between two layouts of the same ranks the three worlds are one. Where the ranks change, the state moves over the union
+of the old and the new ones, in a world of its own, so that neither side's groups are touched until all is there.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megatron_dynatrain.consensus import gather, together
+from megatron_dynatrain.elastic import worlds
+from megatron_dynatrain.elastic.formation import Board, Record
+from megatron_dynatrain.errors import LayoutRefused, SpaceError
+from megatron_dynatrain.planning import Balance, Part, Plan, Totals, draft_plan, finish_plan, summed, total
+from megatron_dynatrain.registry import Entry
+from megatron_dynatrain.space import Holdings, Memory, World, nothing
+
+
+def planned(names: tuple[str, str], src: World, dst: World, own_src: Memory, own_dst: Memory, rank: int, staging_bytes: int,
+            keeps_old_state: bool) -> tuple[Plan, Totals, int]:
+    """(plan of `rank`, totals of all ranks, peak bytes of `rank`) of the switch between two layouts, `names` in messages.
+
+    Collective over the ranks of both. Raises LayoutRefused or SpaceError, on every rank.
+    """
+    draft = together(LayoutRefused, f"the switch from {names[0]!r} to {names[1]!r} is refused", draft_plan, src, dst, staging_bytes,
+                     rank)
+    balance = Balance(summed(gather(draft.demand)))
+    plan = together(SpaceError, "the plan", finish_plan, draft, balance.shares)
+    own = Part.of(plan, own_src, own_dst, keeps_old_state)
+    gathered = gather((plan.digest, own))
+    digests = [digest for digest, _ in gathered]
+    if len(set(digests)) > 1:
+        raise SpaceError(f"ranks made different plans from {names[0]!r} to {names[1]!r}: {digests}")
+    return plan, total([part for _, part in gathered], balance), own.peak_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """One switch, ready to be carried out.
+
+    rank: of this process in the plan. own_src, own_dst: what it holds before and after it; None where it does not train then.
+    union, new: worlds of a change of ranks, of all who take part and of the new ones; None where the ranks stay, or (`new`) where
+    this process does not train afterwards. groups: Megatron's, in `new`. old: the world that was left. beside: seconds that it took to make ready while the job
+    trained, by what was made.
+    """
+
+    src: Entry
+    dst: Entry
+    plan: Plan
+    totals: Totals
+    peak_bytes: int
+    rank: int
+    own_src: Holdings | None
+    own_dst: Holdings | None
+    record: Record | None = None
+    union: object | None = None
+    new: object | None = None
+    groups: object | None = None
+    old: object | None = None
+    beside: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def memory_before(self) -> Memory:
+        return (self.own_src or nothing()).memory
+
+    @property
+    def memory_after(self) -> Memory:
+        return (self.own_dst or nothing()).memory
+
+    def in_union(self):
+        """A context in which torch.distributed is the world of all who take part."""
+        return contextlib.nullcontext() if self.union is None else worlds.entered(self.union)
+
+    def in_old(self):
+        """A context in which it is the world in which this process trains until now."""
+        return contextlib.nullcontext() if self.union is None else worlds.entered(worlds.of_process())
+
+    def in_new(self):
+        """A context in which it is the world of the new ranks, of which this process is one."""
+        return contextlib.nullcontext() if self.union is None else worlds.entered(self.new)
+
+    def plan_anew(self, src: Entry, own_src: Holdings | None, staging_bytes: int, keeps_old_state: bool) -> None:
+        """Plan from another layout of the old ranks than the one for which it was made ready. Collective over the union."""
+        self.src, self.own_src = src, own_src
+        self._plan(staging_bytes, keeps_old_state)
+
+    def _plan(self, staging_bytes: int, keeps_old_state: bool) -> None:
+        """Over the union, in which ranks are numbered by their place."""
+        place = {number: rank for rank, number in enumerate(self.record.union)}
+        before, after = ([place[number] for number in numbers] for numbers in (self.record.old, self.record.new))
+        self.plan, self.totals, self.peak_bytes = planned(
+            (self.src.name, self.dst.name), self.src.world.renumbered(before), self.dst.world.renumbered(after), self.memory_before,
+            self.memory_after, self.rank, staging_bytes, keeps_old_state)
+
+    def discard(self) -> None:
+        """Destroy the worlds that were made for it. Not collective."""
+        for world in (self.new, self.union):
+            if world is not None:
+                worlds.destroy(world)
+
+
+def form(record: Record, member: int, store, controller) -> Passage:
+    """Make this process's part of an attempt at a generation, beside whatever trains here. Collective over the ranks of the
+    record; from any thread.
+
+    member: the number of this process in the job. store: of the job. What fails anywhere is raised; GivenUp, before anything is
+    made, where the attempt is not carried on.
+    """
+    from torch.distributed import PrefixStore
+
+    job, registry, patience = controller.job, controller.registry, controller.patience
+    Board(store).assemble(record)
+    seconds: dict[str, float] = {}
+    rank, size = record.union.index(member), len(record.union)
+    passage = union = None
+    try:
+        with job.in_thread():
+            with _timed(seconds, "rendezvous"):
+                union = worlds.make(2 * record.number, rank, size, job.backend,
+                                    PrefixStore(f"generation/{record.number}/union", store), patience)
+            with worlds.entered(union):
+                with _timed(seconds, "describe"):
+                    src, dst = _agreed(record, member, rank, controller)
+                own_src = src.holdings[record.old.index(member)] if member in record.old else None
+                own_dst = dst.holdings[record.new.index(member)] if member in record.new else None
+                passage = Passage(src, dst, None, None, 0, rank, own_src, own_dst, record, union, beside=seconds)
+                with _timed(seconds, "plan"):
+                    passage._plan(controller.config.transfer.staging_bytes, controller.config.keeps_old_state)
+            if own_dst is not None:
+                with _timed(seconds, "groups"):
+                    passage.new = worlds.make(2 * record.number + 1, record.new.index(member), len(record.new), job.backend,
+                                              PrefixStore(f"generation/{record.number}/world", store), patience)
+                    passage.groups = job.make_groups_in(passage.new, dst.name, patience)
+        return passage
+    except BaseException:
+        if passage is not None:
+            passage.discard()
+        elif union is not None:
+            worlds.destroy(union)
+        raise
+
+
+def _agreed(record: Record, member: int, rank: int, controller) -> tuple[Entry, Entry]:
+    """(old, new layout); those who do not train learn from the first who does what all layouts are. Collective over the union."""
+    job, registry = controller.job, controller.registry
+    src_name, dst_name = controller.current, registry.find(record.layout).name
+    if record.union != record.old:
+        teller = record.union.index(record.old[0])
+        said = [(src_name, registry.described(), job.answers)] if rank == teller else [None]
+        dist.broadcast_object_list(said, src=teller)
+        joins = member not in record.old
+        if joins:
+            src_name, entries, answers = said[0]
+            registry.adopt(entries)
+            job.answers.update(answers)
+        together(LayoutRefused, "a rank cannot take part", _check_own if joins else lambda *_: None, job, registry.entries[dst_name],
+                 record.new.index(member) if joins else 0)
+    return registry.entries[src_name], registry.entries[dst_name]
+
+
+def _check_own(job, entry: Entry, rank: int) -> None:
+    """On a process that joins: that it would hold in a layout what the job says. Raises SpaceError or LayoutRefused."""
+    job.check(entry.name, entry.layout)
+    own = job.describe_dry(entry.name, rank, len(entry.world.ranks))
+    job.said(entry.name)
+    if own.digest() != entry.holdings[rank].digest():
+        raise SpaceError(f"what this process would hold as rank {rank} of layout {entry.name!r} is not what the job describes")
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str):
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = time.perf_counter() - start
