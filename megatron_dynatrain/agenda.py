@@ -13,6 +13,7 @@ from megatron_dynatrain.config import ScheduledSwitch
 from megatron_dynatrain.layout import Layout
 
 NEVER = sys.maxsize
+_SCHEDULED = "schedule/"  # begins the key of an entry of the schedule
 
 
 class Switch(msgspec.Struct, frozen=True, tag="switch", kw_only=True):
@@ -166,7 +167,7 @@ class Agenda:
             return items, []
         last = asked[-1]
         same = tuple(switch.id for switch in asked if switch.layout == last.layout)
-        older = self._no_longer_waiting(lambda key: True) + [switch for switch in asked if switch.layout != last.layout]
+        older = self._no_longer_waiting(lambda key: not key.startswith(_SCHEDULED)) + [switch for switch in asked if switch.layout != last.layout]
         return ([*items, Item("switch", last.layout, same, key=last.id)],
                 [Dropped(switch, "superseded", "a newer request took its place", last) for switch in older])
 
@@ -188,7 +189,7 @@ class Agenda:
 
 
 def _key(switch: ScheduledSwitch) -> str:
-    return f"schedule/{switch.at_iteration}/{switch.layout}"
+    return f"{_SCHEDULED}{switch.at_iteration}/{switch.layout}"
 
 
 def too_late(at_iteration: int | None, iteration: int, train_iters: int) -> str | None:

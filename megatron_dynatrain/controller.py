@@ -283,13 +283,14 @@ class Controller:
         """
         start = time.perf_counter()
         with passage.in_union():
-            src_name = share(LayoutRefused, "the job cannot be switched at this boundary",
-                             lambda: (None, self.current if passage.own_src is not None else None))[1]
-            src = self.registry.entries[next(name for name in src_name if name is not None)]
+            now = gather((self.current, _sizes(self.job.args)) if passage.own_src is not None else None)
+            src_name, src_sizes = next(known for known in now if known is not None)
+            src = self.registry.entries[src_name]
             if src is not passage.src:
                 own = None if passage.own_src is None else src.holdings[passage.record.old.index(passage.record.union[passage.rank])]
                 passage.plan_anew(src, own, self.config.transfer.staging_bytes, self.config.keeps_old_state)
         report = self._report(passage, iteration, started, start)
+        report.src_sizes = src_sizes
         said = self._carry_out(passage, report, baton)
         dst = passage.dst
         with report.phase("finish"):

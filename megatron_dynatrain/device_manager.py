@@ -18,6 +18,8 @@ from megatron_dynatrain.errors import LayoutRefused, TransferError, reason
 from megatron_dynatrain.passage import Passage, form
 
 _SILENT_SECONDS = 60.0  # after which a job that was not heard of is taken for dead by those who wait
+_SLEEP_SECONDS = 0.25  # between looks for an attempt
+_AT_END_SECONDS = 0.02  # between looks for its end
 _GO = "go "
 
 
@@ -150,6 +152,7 @@ class DeviceManager:
                 self._check_that_the_job_lives(ears)
                 record = self._board.record(next_number)
                 if record is None:
+                    time.sleep(_SLEEP_SECONDS)
                     continue
                 next_number += 1
                 if self.number not in record.new or self._board.store.check([f"generation/{record.number}/verdict"]):
@@ -159,6 +162,7 @@ class DeviceManager:
                     continue
                 while (verdict := self._board.verdict(record.number)) is None:
                     self._check_that_the_job_lives(ears)
+                    time.sleep(_AT_END_SECONDS)
                 if verdict.startswith(_GO):
                     self._board.answer(record.number, self.number)
                     if not self._board.started(record.number, 2 * self._controller.config.elastic.patience_seconds):

@@ -1,7 +1,7 @@
 """Messages from any rank of a running job to all, without a word between ranks while there is none.
 
 A message is put into the job's own key-value store (the rendezvous store of torch.distributed). On every rank one thread waits
-there for the next message, and looks up once a second to see whether training has ended. When there is a message it *arms* its
+there for the next message, twice a second. When there is a message it *arms* its
 rank, and only armed ranks look into the store at iteration boundaries. So an idle step costs nothing.
 
 All ranks must take note at the same boundary. Rank 0 decides: when every rank is armed, it publishes, at the end of
@@ -15,14 +15,13 @@ has stopped (`Position`).
 import json
 import threading
 from dataclasses import dataclass
-from datetime import timedelta
 
 import msgspec
 
 from megatron_dynatrain.agenda import Message
 
 _PREFIX = "megatron_dynatrain"
-_SLEEP = timedelta(seconds=1)  # how long the end of training may wait for the thread
+_SLEEP_SECONDS = 0.5  # asking: a store that is asked to wait writes two warnings each time that nothing has come
 _DECODER = msgspec.json.Decoder(Message)
 
 
@@ -50,19 +49,19 @@ class Requests:
         self._armed = position.armed  # messages that this rank knows of
         self._done = position.done  # messages that were handed out
         self._decision = position.decision  # the next decision to come
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="dynatrain-requests", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Hear nothing any more; `close` waits for the thread."""
-        self._closed = True
+        self._closed.set()
 
     def close(self) -> None:
         """End the thread. A thread that comes back from the store while the interpreter ends would abort the process. Not
         collective."""
-        self._closed = True
-        self._thread.join(10 * _SLEEP.total_seconds())
+        self._closed.set()
+        self._thread.join(10)
 
     @property
     def position(self) -> Position:
@@ -80,16 +79,15 @@ class Requests:
         store.set(f"{_PREFIX}/request/{ticket}", msgspec.json.encode(message))
 
     def _wait(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             ticket = self._armed + 1
             try:
-                self._waiting_store.wait([f"{_PREFIX}/request/{ticket}"], _SLEEP)
-            except Exception as error:
-                if "timeout" in str(error).lower():
-                    continue
+                has_come = self._waiting_store.check([f"{_PREFIX}/request/{ticket}"])
+            except Exception:
                 return  # the store is gone: the job is ending
-            if self._closed:
-                return
+            if not has_come:
+                self._closed.wait(_SLEEP_SECONDS)
+                continue
             self._armed = ticket
             self._on_armed()
             self._waiting_store.add(f"{self._counter}/{ticket}", 1)

@@ -97,8 +97,8 @@ class Session:
         self.controller = Controller(self.job, Registry(self.config.layouts), self.config)
         self.controller.begin(self.waits_as.launched)
         self.job.start_waiting(LAUNCH)
-        for entry in self.controller.registry.entries.values():
-            self.job.check(entry.name, entry.layout)
+        self.job.get_ready({name: (entry.layout, self.controller.size_of(name)[0])
+                            for name, entry in self.controller.registry.entries.items()})
         self.devices = DeviceManager(self.waits_as, self.controller, lambda message, store: self._requests.put(message, store))
 
     def _watch(self) -> Watcher | None:

@@ -21,7 +21,7 @@ def record(rank, folder):
     log = training.training_log
 
     def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *args, **kw):
-        if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:  # as it is now, where the ranks of the job change
             write(folder, "steps", rank, iteration=iteration, lr=learning_rate, skipped=skipped, loss_scale=loss_scale,
                   grad_norm=None if grad_norm is None else float(grad_norm),
                   loss={k: float(v) for k, v in loss_dict.items()}.get("lm loss"))
@@ -43,6 +43,22 @@ def record(rank, folder):
         return batch
 
     GPTDataset.__getitem__, RerunDataIterator.__next__ = __getitem__, __next__
+
+
+def paced(rank, folder, seconds):
+    """As `record`, with steps that last at least so long."""
+    import time
+
+    from megatron.training import training
+
+    record(rank, folder)
+    step = training.train_step
+
+    def train_step(*args, **kwargs):
+        time.sleep(seconds)
+        return step(*args, **kwargs)
+
+    training.train_step = train_step
 
 
 def _coordinate_values(tree, offset, visit):

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import msgspec
 
@@ -20,8 +19,9 @@ from megatron_dynatrain.elastic import roster
 from megatron_dynatrain.errors import reason
 from megatron_dynatrain.layout import Layout
 
-_SLEEP = timedelta(seconds=1)
-_TICK_SECONDS = 0.1
+_SLEEP_SECONDS = 0.25  # between looks for an attempt
+_TICK_SECONDS = 0.05  # between looks for what becomes of one
+_AT_BOUNDARY_SECONDS = 0.002  # while training stands still
 ACTIVE_PULSE = "pulse/active"  # raised by rank 0 while the job trains
 _ENDED = "ended"
 
@@ -65,20 +65,13 @@ class Board:
         self.store.set(f"generation/{record.number}", msgspec.json.encode(record))
 
     def record(self, number: int) -> Record | None:
-        """The record of an attempt, if there is one within a second."""
-        if not self.wait(f"generation/{number}"):
-            return None
-        return msgspec.json.decode(self.store.get(f"generation/{number}"), type=Record)
+        """The record of an attempt, if there is one."""
+        text = self._get(f"generation/{number}")
+        return None if text is None else msgspec.json.decode(text, type=Record)
 
-    def wait(self, key: str, patience: timedelta = _SLEEP) -> bool:
-        """Whether `key` is there within `patience`. Raises what the store raises where it is gone."""
-        try:
-            self.store.wait([key], patience)
-            return True
-        except Exception as error:
-            if "timeout" in str(error).lower():
-                return False
-            raise
+    def _get(self, key: str) -> bytes | None:
+        # Asking, as a store that is asked to wait writes two warnings each time that nothing has come.
+        return self.store.get(key) if self.store.check([key]) else None
 
     # How it goes.
 
@@ -99,17 +92,19 @@ class Board:
         here = f"generation/{record.number}/assembled"
         self.store.add(here, 1)
         while self.store.add(here, 0) < len(record.union):
-            verdict = self.verdict(record.number, timedelta(milliseconds=50))
+            verdict = self.verdict(record.number)
             if verdict is not None:
                 raise GivenUp(verdict)
+            time.sleep(_TICK_SECONDS)
 
     def settle(self, number: int, verdict: str) -> bool:
         """Say what becomes of an attempt: 'go N' after iteration N, or why it is given up. Whether nobody said otherwise before."""
         return self.store.compare_set(f"generation/{number}/verdict", "", verdict).decode() == verdict
 
-    def verdict(self, number: int, patience: timedelta = _SLEEP) -> str | None:
-        key = f"generation/{number}/verdict"
-        return self.store.get(key).decode() if self.wait(key, patience) else None
+    def verdict(self, number: int) -> str | None:
+        """What became of an attempt, if that was said."""
+        text = self._get(f"generation/{number}/verdict")
+        return None if text is None else text.decode()
 
     # The roll-call at the boundary.
 
@@ -125,17 +120,20 @@ class Board:
             if any(not ears.hears(roster.pulse_key(member)) for member in missing):
                 break
             if missing:
-                time.sleep(0.005)
+                time.sleep(_AT_BOUNDARY_SECONDS)
         return missing
 
     def start(self, number: int, absent: list[int]) -> None:
         self.store.set(f"generation/{number}/start", json.dumps(absent))
 
     def started(self, number: int, patience: float) -> list[int]:
-        """Who was absent, as rank 0 found. Raises what the store raises where rank 0 does not say it."""
-        key = f"generation/{number}/start"
-        self.store.wait([key], timedelta(seconds=patience))
-        return json.loads(self.store.get(key))
+        """Who was absent, as rank 0 found. Raises TimeoutError where it does not say so within `patience` seconds."""
+        key, deadline = f"generation/{number}/start", time.monotonic() + patience
+        while (text := self._get(key)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank 0 did not say within {patience:g} s who takes part in generation {number}")
+            time.sleep(_AT_BOUNDARY_SECONDS)
+        return json.loads(text)
 
     def arrive(self, number: int) -> None:
         """A rank of the new generation has all that it needs; those that leave may go."""
@@ -171,7 +169,10 @@ class Preparer:
         while not self._closed:
             try:
                 record = self._board.record(self._next)
-                if record is None or self._closed:
+                if self._closed:
+                    return
+                if record is None:
+                    time.sleep(_SLEEP_SECONDS)
                     continue
                 self._next += 1
                 if self._member in record.union:
@@ -251,7 +252,7 @@ class Coordinator:
                 wish = self._wish
                 if wish is not None and wish.key not in self._answered:
                     self._try(wish)
-                time.sleep(_TICK_SECONDS)
+                time.sleep(_SLEEP_SECONDS)
         except Exception as error:
             if not self._closed:
                 print(f"[dynatrain] no more ranks can be made ready ({reason(error)}); training goes on", file=sys.stderr, flush=True)
@@ -309,4 +310,4 @@ class Coordinator:
                         f"({self._patience:g} s)")
             if self._closed or self._wish is None or self._wish.key != record.key:
                 return "another switch came first"
-            time.sleep(_TICK_SECONDS / 2)
+            time.sleep(_TICK_SECONDS)

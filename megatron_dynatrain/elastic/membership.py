@@ -12,6 +12,8 @@ from argparse import Namespace
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from megatron_dynatrain.config import Config, read_text
 from megatron_dynatrain.elastic import job_store, joining, roster
 from megatron_dynatrain.elastic.formation import Board
@@ -22,11 +24,13 @@ from megatron_dynatrain.run_dir.ownership import is_running, who
 
 @dataclass(slots=True)
 class Membership:
-    """number: of this process in the job, for life. launched: ranks of the layout of the launch. store: of the job."""
+    """number: of this process in the job, for life. launched: ranks of the layout of the launch. store: of the job. keeps: the
+    store of the launch, which a process may hold itself, and which would end with the world of the launch."""
 
     number: int
     launched: int
     store: object
+    keeps: object = None
 
     @property
     def board(self) -> Board:
@@ -67,7 +71,7 @@ def of_trainer(config: Config, rank: int, launched: int, processes: int, run: st
         facts = {"launched": launched, "facts": joining.fingerprint(raw, read_text(path, f"--dynatrain-config {path}"))}
         store.set("job", json.dumps(facts))
         job_store.connect(at_launch).set(_launch_key(), json.dumps({"run": run, "store": address}))
-    return Membership(rank, launched, store), address
+    return Membership(rank, launched, store, dist.distributed_c10d._get_default_store()), address
 
 
 def of_spare(config: Config, rank: int, launched: int) -> Membership:

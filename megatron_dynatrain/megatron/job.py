@@ -193,6 +193,15 @@ class MegatronJob:
         self._said.pop(launch)
         return model
 
+    def get_ready(self, layouts: dict[str, tuple[Layout, int]]) -> None:
+        """On a process that does not train: check {name: (layout, number of ranks)}, and learn how Megatron makes the groups of
+        each. Raises LayoutRefused. Not collective."""
+        for name, (layout, size) in layouts.items():
+            self.check(name, layout)
+            if name not in self.calls:
+                with self._dry(name, 0, size):
+                    pass
+
     @contextlib.contextmanager
     def in_thread(self):
         """Inside, another thread than the one that trains uses this process's device."""
