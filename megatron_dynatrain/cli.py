@@ -7,6 +7,7 @@
     request    ask a running job for a switch
     status     say what the job of a run directory is doing
     cancel     take a request back
+    store      hold the key-value store of elastic jobs, on a machine that stays
     patch      patch a Megatron-LM checkout, so that its jobs need no launcher
 """
 
@@ -14,6 +15,7 @@ import argparse
 import sys
 
 from megatron_dynatrain.bench import command as bench
+from megatron_dynatrain.elastic import job_store
 from megatron_dynatrain.patching import command as patching
 from megatron_dynatrain.planner import command as planner
 from megatron_dynatrain.run_dir import commands as run_dir
@@ -69,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_flags(measuring)
     measuring.set_defaults(run=bench.run)
     run_dir.add_flags(commands)
+    storing = commands.add_parser("store", help=job_store.HELP, allow_abbrev=False)
+    job_store.add_flags(storing)
+    storing.set_defaults(run=job_store.run)
     patch = commands.add_parser("patch", help=patching.HELP, allow_abbrev=False)
     patching.add_flags(patch)
     patch.set_defaults(run=patching.run)

@@ -146,6 +146,7 @@ class DeviceManager:
         """Wait to be taken in: (the passage, the iteration after which it is). Raises JobEnded."""
         if self._pulse is None:
             self._pulse = self.membership.wait_in_line()
+            print(f"[dynatrain] rank {self.number} of the job waits to be taken in", flush=True)
         ears, next_number = Ears(self._board.store, _SILENT_SECONDS), self.generation + 1
         try:
             while True:
