@@ -431,7 +431,7 @@ class Controller:
             execute(passage.plan, passage.rank, src, dst, timeout, exchange)
             gather(None)
         except (TransferError, RuntimeError) as error:
-            failure = LayoutRefused(f"the state did not arrive: {reason(error)}")
+            failure = LayoutRefused(f"the state did not arrive: {reason(error).partition('; the job')[0]}")
             if passage.own_src is None:
                 raise failure from error
         if passage.own_src is not None:

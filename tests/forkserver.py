@@ -4,7 +4,7 @@
 
 reads jobs from standard input, one JSON object a line, and answers each with one line when its ranks have ended:
 {"world_size", "argv": [script, arguments...], "probe": "module:function" or null, "probe_arguments", "folder", "port",
-"timeout"} -> {"exit_codes": [...]}. Rank r writes its output to `folder`/rank<r>.log.
+"timeout", "grace"} -> {"exit_codes": [...]}. Rank r writes its output to `folder`/rank<r>.log.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def run_job(job: dict) -> dict:
         if pid == 0:
             # A rank that failed leaves the others waiting for it, as under torchrun: give them a moment, then end them.
             if any(code not in (None, 0) for code in codes):
-                deadline = min(deadline, time.monotonic() + 20)
+                deadline = min(deadline, time.monotonic() + job["grace"])
             if time.monotonic() > deadline:
                 for child in children:
                     os.kill(child, signal.SIGKILL)

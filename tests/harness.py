@@ -134,9 +134,9 @@ class Jobs:
 
     def run(self, folder: Path, world_size: int, arguments: dict | None = None, config: dict | str | None = None,
             kind: str = "plugin", optimizer: str = "fused", probe: str | None = "probes:record", timeout: int = 180,
-            script: str = "pretrain_gpt.py", **probe_arguments) -> Result:
+            script: str = "pretrain_gpt.py", grace: int = 20, **probe_arguments) -> Result:
         """Train. arguments override the defaults above (None removes one); config is the value under `dynatrain`; script
-        is one of scripts/."""
+        is one of scripts/. grace: how many seconds the others may go on when a rank has failed."""
         folder.mkdir(parents=True, exist_ok=True)
         merged = {**MODEL, **TRAINING, **CPU, "data-path": self.data, "data-cache-path": self.cache, **(arguments or {})}
         if config is not None:
@@ -148,7 +148,7 @@ class Jobs:
         argv = [str(ROOT / "scripts" / script), *words_of(merged)]
         port, = free_ports(1)
         job = {"world_size": world_size, "argv": argv, "probe": probe, "probe_arguments": probe_arguments,
-               "folder": str(folder), "port": port, "timeout": timeout}
+               "folder": str(folder), "port": port, "timeout": timeout, "grace": grace}
         server = self._server(kind, optimizer)
         print(json.dumps(job), file=server.stdin, flush=True)
         return Result(json.loads(server.stdout.readline())["exit_codes"], folder)

@@ -61,6 +61,20 @@ def paced(rank, folder, seconds):
     training.train_step = train_step
 
 
+def die(rank, folder, on_rank, at, seconds=0.1):
+    """As `paced`; one process is killed when it comes to `at`, 'module:Class.method'."""
+    import importlib
+    import signal
+
+    paced(rank, folder, seconds)
+    if rank == on_rank:
+        module, _, path = at.partition(":")
+        owner, _, name = path.rpartition(".")
+        where = importlib.import_module(module)
+        where = getattr(where, owner) if owner else where
+        setattr(where, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def _coordinate_values(tree, offset, visit):
     """Call visit(model tensor) after writing, into every tensor of a sharded state dict, a value that names its global
     coordinate: a 23-bit hash of key and linear index, so that float32 holds it exactly. Knows only Megatron."""
@@ -280,6 +294,37 @@ def count_resources(rank, folder):
               dead=all(ref() is None for refs in models for ref in refs))
 
     type(session).switch = counted
+
+
+def count_elastic(rank, folder):
+    """Some steps after each change of ranks, where this process trains in the larger world, write what it holds: groups of all
+    worlds, threads, descriptors, live tensors, memory."""
+    import gc
+    import threading
+
+    import torch
+    from megatron.training import training
+    from megatron_dynatrain import memory
+    from megatron_dynatrain import session as sessions
+
+    paced(rank, folder, 0.04)
+    session = sessions.current()
+    step = training.train_step
+    seen = {}
+
+    def train_step(*args, **kwargs):
+        result = step(*args, **kwargs)
+        if session.devices is not None and len(session.controller.members) == 4:
+            seen[session.devices.generation] = seen.get(session.devices.generation, 0) + 1
+            if seen[session.devices.generation] == 3:
+                gc.collect()
+                groups = [o for o in gc.get_objects() if isinstance(o, torch.distributed.ProcessGroup)]
+                write(folder, "resources", rank, number=rank, groups=len(groups), threads=len(os.listdir("/proc/self/task")),
+                      python_threads=threading.active_count(), descriptors=_descriptors(), resident=memory.resident_bytes(),
+                      tensors=sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+        return result
+
+    training.train_step = train_step
 
 
 def streams(rank, folder):

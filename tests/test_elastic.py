@@ -43,3 +43,49 @@ def test_a_world_grows_and_shrinks_like_a_world_that_stays(jobs, tmp_path, model
     assert all(event["verify"] == "ok" and event["moved_bytes"] == event["minimum_bytes"] for event in elastic.events_of("switch"))
     assert_same_steps(elastic.steps, plain.steps, 2e-4)
     assert elastic.samples == plain.samples
+
+
+# Where a process is killed, on which rank, and what becomes of the change to other ranks.
+DEATHS = {
+    "waits": ("megatron_dynatrain.device_manager:form", 3, "refused"),
+    "makes-groups": ("megatron_dynatrain.megatron.job:MegatronJob.make_groups_in", 3, "refused"),
+    "is-called": ("megatron_dynatrain.elastic.formation:Board.answer", 3, "refused"),
+    "receives": ("megatron_dynatrain.controller:execute", 3, "refused"),
+    "has-handed-over": ("megatron_dynatrain.elastic.membership:Membership.leave", 1, "done"),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_process_that_dies_takes_nobody_with_it(jobs, tmp_path, death):
+    at, on_rank, answer = DEATHS[death]
+    arguments = {"train-iters": 40, "global-batch-size": 12, "tensor-model-parallel-size": 2}
+    change = {"refused": layout(4, tp=2), "done": layout(2, pp=2)}[answer]
+    if answer == "done":
+        change = {"ranks": [0, 2], "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1}
+    result = jobs.run(tmp_path / "job", 4, arguments if answer == "refused" else {**arguments, "tensor-model-parallel-size": 4}, {
+        "layouts": {"other": change}, "schedule": schedule((3, "other")), "verify": "full", "run_dir": str(tmp_path / "run"),
+        "elastic": {"world_size": 2, "spares": 2, "patience_seconds": 15} if answer == "refused" else {}},
+        probe="probes:die", grace=100, on_rank=on_rank, at=at)
+    assert [code for rank, code in enumerate(result.exit_codes) if rank != on_rank] == [0, 0, 0], result.logs
+    assert result.exit_codes[on_rank] == -9
+    assert sorted(result.steps) == list(range(1, 41))
+    if answer == "refused":
+        assert not members(result) and len(result.events_of("refused")) == 1, result.events
+    else:
+        assert members(result) == [[0, 2]]
+
+
+def test_twenty_changes_leave_nothing_behind(jobs, tmp_path):
+    layouts = {"two": {"ranks": [0, 1], "tensor_model_parallel_size": 2}, "four": layout(4, tp=2)}
+    result = jobs.run(tmp_path / "job", 4, {"train-iters": 190, "tensor-model-parallel-size": 2}, {
+        "layouts": layouts, "schedule": schedule(*((1 + i, ("two", "four")[i % 2]) for i in range(20))), "verify": "digest",
+        "run_dir": str(tmp_path / "run"), "elastic": {"spares": 2}}, probe="probes:count_elastic").assert_ok()
+    assert len(members(result)) == 20
+    for rank in range(4):
+        counts = [record for record in result.records("resources") if record["number"] == rank]
+        assert len(counts) >= 10
+        first, last = counts[2], counts[-1]
+        for name in ("groups", "python_threads", "threads", "descriptors"):
+            assert last[name] <= first[name], (rank, name, [record[name] for record in counts])
+        assert last["tensors"] <= first["tensors"] * 1.02 + 20, rank
+        assert last["resident"] <= first["resident"] * 1.05, (rank, [record["resident"] for record in counts])

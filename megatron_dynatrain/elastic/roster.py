@@ -1,6 +1,6 @@
 """Who belongs to a job: the numbers of its processes, and which of those that wait are alive.
 
-A process that waits says so about once a second, in a thread. Whether it is alive is judged by the clock of the one who asks:
+A process that waits says so twice a second, in a thread. Whether it is alive is judged by the clock of the one who asks:
 by when its count was last seen to change.
 """
 
@@ -9,8 +9,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-_BEAT_SECONDS = 1.0
-DEAD_SECONDS = 8.0  # without a beat
+_BEAT_SECONDS = 0.5
+DEAD_SECONDS = 5.0  # without a beat
 
 _COUNT = "roster/count"
 

@@ -148,8 +148,11 @@ class _Step:
                 silent.update(peers)
                 cause = error
         if cause is not None:
-            raise TransferError(f"rank {self.rank} waited {timeout.total_seconds():g} s in window {number} of a switch for ranks "
-                                f"{sorted(silent)}; look for what stopped them, or raise `transfer.timeout_seconds`; the job "
+            is_late = time.monotonic() >= deadline
+            said = f"waited {timeout.total_seconds():g} s in window {number} of a switch for" if is_late else (
+                f"lost its connection in window {number} of a switch with")
+            more_time = ", or raise `transfer.timeout_seconds`" if is_late else ""
+            raise TransferError(f"rank {self.rank} {said} ranks {sorted(silent)}; look for what stopped them{more_time}; the job "
                                 "cannot go on, start it again from its last checkpoint") from cause
         self._works, self._sends = [], []
 
