@@ -103,8 +103,26 @@ class Agenda:
         return [Wish(item.key, item.layout) for item in self._waiting] + [wish for *_, wish in later]
 
     def wait(self, item: Item) -> None:
-        """Keep what was taken until its ranks are ready."""
+        """Keep what was taken until its ranks are ready, behind what waits already."""
         self._waiting.append(item)
+
+    def sort_out(self, due: list[Item], changes_ranks) -> list[Item]:
+        """What can be carried out now of what waits and of what is due, in this order; the rest waits.
+
+        changes_ranks: whether a layout needs other ranks than the present ones. What needs ranks that are not ready waits, and so
+        does every later entry of the schedule, whose order stays. Behind a change of ranks everything waits for the next boundary.
+        """
+        queue, self._waiting = self._waiting + due, []
+        now, kept_back, changed = [], False, False
+        for item in queue:
+            changes = item.kind == "switch" and changes_ranks(item.layout)
+            if changed or (kept_back and item.key.startswith(_SCHEDULED)) or (changes and item.key not in self.formed):
+                self._waiting.append(item)
+                kept_back = True
+            else:
+                now.append(item)
+                changed = changes
+        return now
 
     @property
     def next_iteration(self) -> int:
@@ -157,9 +175,7 @@ class Agenda:
         # An entry may lie on an iteration that Megatron skipped, at whose end nobody is asked.
         scheduled = [switch for switch in self._schedule if switch.at_iteration <= iteration]
         asked = [switch for at, switch in self._asked if at <= iteration]
-        items = [item for item in self._waiting if item.key in self.formed]
-        self._waiting = [item for item in self._waiting if item.key not in self.formed]
-        items += [Item("switch", switch.layout, key=_key(switch)) for switch in scheduled]
+        items = [Item("switch", switch.layout, key=_key(switch)) for switch in scheduled]
         items += [Item("cost", cost.layout, (cost.id,)) for cost in self._costs]
         self._schedule, self._costs = self._schedule[len(scheduled):], []
         self._asked = [(at, switch) for at, switch in self._asked if at > iteration]

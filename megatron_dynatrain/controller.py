@@ -33,7 +33,8 @@ from megatron_dynatrain.transfer import Allocations, Checksums, Exchange, compar
 class SwitchReport:
     """What there is to say of one switch. Times in seconds on this rank; `stall_seconds` is set when the first new step
     starts. peak_memory_bytes: the most that any rank held until then, None where the system does not say it. src_ranks, dst_ranks:
-    the numbers of the ranks before and after, where they changed; beside: what was made ready while the job trained."""
+    the numbers of the ranks before and after, where they changed; beside: processor seconds of this rank for what was made ready
+    while the job trained, from `beside_from` until `beside_until`, in seconds since the epoch."""
 
     iteration: int
     src: str
@@ -50,6 +51,8 @@ class SwitchReport:
     src_ranks: tuple[int, ...] = ()
     dst_ranks: tuple[int, ...] = ()
     beside: dict[str, float] = field(default_factory=dict)
+    beside_from: float = 0.0
+    beside_until: float = 0.0
 
     @contextmanager
     def phase(self, name: str):
@@ -64,6 +67,7 @@ class SwitchReport:
         ranks = {} if self.src_ranks == self.dst_ranks else {
             "from_ranks": list(self.src_ranks), "to_ranks": list(self.dst_ranks),
             "beside": {name: round(seconds, 6) for name, seconds in self.beside.items()},
+            "beside_interval": [round(self.beside_from, 3), round(self.beside_until, 3)],
             "without_overlap_seconds": round(self.stall_seconds + sum(self.beside.values()), 6)}
         return {"iteration": self.iteration, "from": self.src, "to": self.dst, "from_sizes": self.src_sizes,
                 "to_sizes": self.dst_sizes, "stall_seconds": round(self.stall_seconds, 6),
@@ -294,7 +298,7 @@ class Controller:
         said = self._carry_out(passage, report, baton)
         dst = passage.dst
         with report.phase("finish"):
-            passage.old = worlds.of_process()
+            passage.old = worlds.of_process() if passage.own_src is not None else None
             if passage.own_dst is None:
                 self.job.retire()
             else:
@@ -315,7 +319,8 @@ class Controller:
         memory.forget_peak()
         record = passage.record
         report = SwitchReport(iteration, passage.src.name, passage.dst.name, _sizes(self.job.args), {}, passage.plan, passage.totals,
-                              self.config.verify, started, beside=passage.beside, src_ranks=record.old if record else (),
+                              self.config.verify, started, beside=passage.beside, beside_from=passage.began,
+                              beside_until=passage.ended, src_ranks=record.old if record else (),
                               dst_ranks=record.new if record else ())
         report.phases["leave"] = start - started
         report.phases["prepare"] = time.perf_counter() - start

@@ -103,7 +103,8 @@ class DeviceManager:
             self._pulse.stop()
             self._pulse = None
         self.left_for_good = False  # whether this process is to end, as the job does not need it
-        self._left += [functools.partial(worlds.destroy, world) for world in (passage.old, passage.union)]
+        self._left += [functools.partial(worlds.destroy, world) for world in (passage.old, passage.union)
+                       if world is not None]
         if passage.own_dst is not None:
             self._board.arrive(record.number)
             return

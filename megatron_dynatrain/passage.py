@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from megatron_dynatrain.consensus import gather, together
-from megatron_dynatrain.elastic import worlds
+from megatron_dynatrain.elastic import pace, worlds
 from megatron_dynatrain.elastic.formation import Board, Record
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
 from megatron_dynatrain.planning import Balance, Part, Plan, Totals, draft_plan, finish_plan, summed, total
@@ -25,10 +25,13 @@ def planned(names: tuple[str, str], src: World, dst: World, own_src: Memory, own
 
     Collective over the ranks of both. Raises LayoutRefused or SpaceError, on every rank.
     """
+    pace.rest()
     draft = together(LayoutRefused, f"the switch from {names[0]!r} to {names[1]!r} is refused", draft_plan, src, dst, staging_bytes,
                      rank)
+    pace.rest()
     balance = Balance(summed(gather(draft.demand)))
     plan = together(SpaceError, "the plan", finish_plan, draft, balance.shares)
+    pace.rest()
     own = Part.of(plan, own_src, own_dst, keeps_old_state)
     gathered = gather((plan.digest, own))
     digests = [digest for digest, _ in gathered]
@@ -43,8 +46,8 @@ class Passage:
 
     rank: of this process in the plan. own_src, own_dst: what it holds before and after it; None where it does not train then.
     union, new: worlds of a change of ranks, of all who take part and of the new ones; None where the ranks stay, or (`new`) where
-    this process does not train afterwards. groups: Megatron's, in `new`. old: the world that was left. beside: seconds that it took to make ready while the job
-    trained, by what was made.
+    this process does not train afterwards. groups: Megatron's, in `new`. old: the world that was left. beside: processor seconds
+    that this process spent on making ready while the job trained, by what was made; between the times `began` and `ended`.
     """
 
     src: Entry
@@ -61,6 +64,8 @@ class Passage:
     groups: object | None = None
     old: object | None = None
     beside: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
+    ended: float = 0.0
 
     @property
     def memory_before(self) -> Memory:
@@ -113,11 +118,11 @@ def form(record: Record, member: int, store, controller) -> Passage:
 
     job, registry, patience = controller.job, controller.registry, controller.patience
     Board(store).assemble(record)
-    seconds: dict[str, float] = {}
+    seconds, began = {}, time.time()
     rank, size = record.union.index(member), len(record.union)
     passage = union = None
     try:
-        with job.in_thread():
+        with job.in_thread(), pace.Pace(patience.total_seconds() / 2):
             with _timed(seconds, "rendezvous"):
                 union = worlds.make(2 * record.number, rank, size, job.backend,
                                     PrefixStore(f"generation/{record.number}/union", store), patience)
@@ -134,6 +139,7 @@ def form(record: Record, member: int, store, controller) -> Passage:
                     passage.new = worlds.make(2 * record.number + 1, record.new.index(member), len(record.new), job.backend,
                                               PrefixStore(f"generation/{record.number}/world", store), patience)
                     passage.groups = job.make_groups_in(passage.new, dst.name, patience)
+        passage.began, passage.ended = began, time.time()
         return passage
     except BaseException:
         if passage is not None:
@@ -172,8 +178,10 @@ def _check_own(job, entry: Entry, rank: int) -> None:
 
 @contextlib.contextmanager
 def _timed(seconds: dict[str, float], name: str):
-    start = time.perf_counter()
+    """Processor seconds of this thread: it rests on the way, and waits for threads that do."""
+    start = time.thread_time()
     try:
         yield
     finally:
-        seconds[name] = time.perf_counter() - start
+        seconds[name] = time.thread_time() - start
+        pace.rest()

@@ -222,16 +222,15 @@ class Session:
 
     def _sort_out(self) -> None:
         """Of what is due, what waits for other ranks goes back to the agenda; and ranks that nobody wants any more are let go."""
-        due, self.pending = self.pending, []
-        for item in due:
-            waits = item.kind == "switch" and item.key not in self._agenda.formed and self.controller.changes_ranks(item.layout)
-            if waits and self.controller.registry.find(item.layout).world is not None:
-                self._agenda.wait(item)
-            else:
-                self.pending.append(item)
+        self.pending = self._agenda.sort_out(self.pending, self._must_wait_for_ranks)
         wanted = {wish.key for wish in self._agenda.wishes} | {item.key for item in self.pending}
         for key in self._agenda.formed.keys() - wanted:
             self.devices.drop(self._agenda.formed.pop(key))
+
+    def _must_wait_for_ranks(self, layout: str | Layout) -> bool:
+        """Whether a layout needs other ranks. One that was not described yet is taken for one that does not: it is described at the
+        boundary, outside of the loop."""
+        return self.controller.changes_ranks(layout) and self.controller.registry.find(layout).world is not None
 
     def _drop(self, drop: Dropped, iteration: int) -> None:
         """Say that a switch will not be carried out."""
@@ -270,6 +269,8 @@ class Session:
             self.pending = []
             return
         self._set_boundary()
+        if self.devices is not None:
+            self.boundary = 0  # what waits may be possible now
         self._tell_state("training")
 
     def _change_ranks(self, item: Item, iteration: int) -> None:

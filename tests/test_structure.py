@@ -30,10 +30,13 @@ WITH_TORCH = {"transfer": ("errors", "geometry", "space", "planning", "transfer"
               "memory": (),
               "registry": ("errors", "layout", "planning", "space"),
               "requests": ("agenda",),
-              "controller": ("config", "consensus", "errors", "layout", "memory", "planning", "registry", "report",
-                             "space", "transfer"),
-              "session": ("agenda", "config", "consensus", "controller", "errors", "layout", "memory", "promise", "registry",
-                          "report", "requests", "run_dir"),
+              "elastic": ("agenda", "config", "elastic", "errors", "layout", "run_dir"),
+              "passage": ("consensus", "elastic", "errors", "planning", "registry", "space"),
+              "controller": ("config", "consensus", "elastic", "errors", "layout", "memory", "passage", "planning", "registry",
+                             "report", "space", "transfer"),
+              "device_manager": ("agenda", "elastic", "errors", "passage"),
+              "session": ("agenda", "config", "consensus", "controller", "device_manager", "elastic", "errors", "layout", "memory",
+                          "passage", "promise", "registry", "report", "requests", "run_dir"),
               "bench": ("bench", "controller", "flags", "geometry", "import_hooks", "launch", "megatron", "memory", "planning",
                         "report", "session", "space", "transfer")}
 WITH_MEGATRON = {"megatron", "cpu", "launch", "checkout", "cli", "__main__", ""}  # "" is the package's __init__

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_dynatrain.elastic import worlds
+from megatron_dynatrain.elastic import pace, worlds
 from megatron_dynatrain.megatron import versions
 
 
@@ -126,6 +126,7 @@ class ParallelStates:
             group = pool.create_group(module, original, ranks, patience, backend, *args, **kwargs)
             if group is not dist.GroupMember.NON_GROUP_MEMBER and timeout is not None:
                 distributed_c10d._set_pg_timeout(timeout, group)
+            pace.rest()
             return group
 
         module.create_group = create_group

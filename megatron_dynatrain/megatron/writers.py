@@ -47,6 +47,8 @@ class Writers:
         name, sizes: of the current layout, in which `iteration` was trained. Not collective.
         """
         reports, self._reports, self.is_due = self._reports, [], False
+        if any(report.src_ranks != report.dst_ranks for report in reports):
+            self._move()
         first = reports[0] if reports else None
         names = dict.fromkeys([*_SIZES, *sizes, *(key for report in reports for key in report.src_sizes)])
         if first is not None:
@@ -60,6 +62,21 @@ class Writers:
         self.later.clear()
         if first is None or iteration > reports[-1].iteration:  # training may end right after a switch
             self._write(iteration, _layout(sizes, names), {"dynatrain/layout": f"{name} ({in_sizes(sizes)})"})
+
+    def _move(self) -> None:
+        """Where the ranks have changed, Megatron's writers go to the last rank as it is now, into the same places."""
+        found = _globals()
+        args = found.get_args()
+        is_last = args.rank == args.world_size - 1
+        for title, name, end in (("TensorBoard", "tensorboard_writer", lambda writer: writer.close()),
+                                 ("W&B", "wandb_writer", lambda wandb: wandb.finish()), ("the one-logger", "one_logger", None)):
+            writer = getattr(found, f"_GLOBAL_{name.upper()}")
+            if writer is not None and not is_last:
+                setattr(found, f"_GLOBAL_{name.upper()}", None)
+                if end is not None:
+                    self._guarded(title, end, writer)
+            elif writer is None and is_last:
+                self._guarded(title, getattr(found, f"_set_{name}"), args)
 
     def log_timers(self, iteration: int) -> None:
         """Have Megatron log the timers of the switches since the last time. Collective, as Megatron's own log of timers; call
