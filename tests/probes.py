@@ -306,6 +306,7 @@ def count_elastic(rank, folder):
     from megatron.training import training
     from megatron_dynatrain import memory
     from megatron_dynatrain import session as sessions
+    from megatron_dynatrain.elastic.worlds import TorchWorld
 
     paced(rank, folder, 0.04)
     session = sessions.current()
@@ -318,9 +319,10 @@ def count_elastic(rank, folder):
             seen[session.devices.generation] = seen.get(session.devices.generation, 0) + 1
             if seen[session.devices.generation] == 3:
                 gc.collect()
-                groups = [o for o in gc.get_objects() if isinstance(o, torch.distributed.ProcessGroup)]
-                write(folder, "resources", rank, number=rank, groups=len(groups), threads=len(os.listdir("/proc/self/task")),
-                      python_threads=threading.active_count(), descriptors=_descriptors(), resident=memory.resident_bytes(),
+                write(folder, "resources", rank, number=rank, worlds=sum(isinstance(o, TorchWorld) for o in gc.get_objects()),
+                      groups=len(torch.distributed.distributed_c10d._world.pg_map), threads=len(os.listdir("/proc/self/task")),
+                      python_threads=threading.active_count(), descriptors=sum(_descriptors().values()),
+                      resident=memory.resident_bytes(),
                       tensors=sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
         return result
 

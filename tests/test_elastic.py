@@ -83,9 +83,9 @@ def test_twenty_changes_leave_nothing_behind(jobs, tmp_path):
     assert len(members(result)) == 20
     for rank in range(4):
         counts = [record for record in result.records("resources") if record["number"] == rank]
-        assert len(counts) >= 10
-        first, last = counts[2], counts[-1]
-        for name in ("groups", "python_threads", "threads", "descriptors"):
-            assert last[name] <= first[name], (rank, name, [record[name] for record in counts])
-        assert last["tensors"] <= first["tensors"] * 1.02 + 20, rank
-        assert last["resident"] <= first["resident"] * 1.05, (rank, [record["resident"] for record in counts])
+        assert len(counts) >= 9
+        for name in ("worlds", "groups", "python_threads", "threads", "descriptors", "tensors", "resident"):
+            # What is left of the last generation goes while the next one trains: the most of some rounds is compared.
+            early, late = (max(record[name] for record in part) for part in (counts[1:5], counts[-4:]))
+            slack = {"tensors": 20, "resident": 25 << 20, "threads": 4}.get(name, 0)
+            assert late <= early + slack, (rank, name, [record[name] for record in counts])

@@ -1,14 +1,14 @@
-"""Work beside the training, in small portions: for each second that its thread has worked it rests nine.
+"""Work beside the training, in small portions: for each second that its thread has worked it rests nineteen.
 
 Threads of a process share one interpreter, and ranks may share cores, so what is made in one go takes from the steps that run
-meanwhile. A tenth of one thread does not show.
+meanwhile. A twentieth of one thread does not show.
 """
 
 import sys
 import threading
 import time
 
-_REST = 9  # times as long as the work took
+_REST = 19  # times as long as the work took
 _LONGEST_SECONDS = 2.0
 _HANDOVER_SECONDS = 0.0005  # how long the training thread waits for the interpreter, at most, while another one has it
 
