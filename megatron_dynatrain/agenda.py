@@ -4,7 +4,7 @@ Every rank keeps an agenda and is told the same messages at the same boundaries,
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -63,7 +63,7 @@ class Item:
     kind: Literal["switch", "cost"]
     layout: str | Layout
     ids: tuple[str, ...] = ()
-    key: str = ""
+    key: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Agenda:
     def _no_longer_waiting(self, which) -> list[Switch]:
         """Take what waits under such keys off the agenda: the requests for it. An entry of the schedule is nobody's request."""
         dropped = [item for item in self._waiting if which(item.key)]
-        self._waiting = [item for item in self._waiting if item not in dropped]
+        self._waiting = [item for item in self._waiting if not which(item.key)]
         return [Switch(id=message_id, layout=item.layout) for item in dropped for message_id in item.ids or (item.key,)]
 
     def close(self, reason: str) -> list[Dropped]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dynatrain.agenda import NEVER, Agenda, Cancel, Cost, Item, Switch, too_late
+from megatron_dynatrain.agenda import NEVER, Agenda, Cancel, Cost, Formed, Item, Switch, Unformed, too_late
 from megatron_dynatrain.config import ScheduledSwitch
 from megatron_dynatrain.layout import Layout
 
@@ -83,3 +83,58 @@ def test_at_the_end_everything_that_was_asked_expires():
     plan.hear(Cost(id="2", layout="y"), 2)
     assert [(drop.switch.id, drop.answer, drop.reason) for drop in plan.close("the end")] == [("1", "expired", "the end")]
     assert plan.close("the end") == []
+
+
+class TestOtherRanks:
+    """What needs other ranks than the present ones waits until they are ready."""
+
+    @staticmethod
+    def needs_ranks(layout):
+        return layout in ("big", "huge")
+
+    def sorted_out(self, plan, iteration):
+        return [item.layout for item in plan.sort_out(plan.take(iteration)[0], self.needs_ranks)]
+
+    def test_it_waits_and_is_due_when_they_are_ready(self):
+        plan = agenda()
+        plan.hear(asked(1, "big"), 2)
+        assert self.sorted_out(plan, 2) == [] and [wish.key for wish in plan.wishes] == ["1"]
+        assert plan.next_iteration == NEVER
+        plan.hear(Formed(id="1", generation=1), 6)
+        assert plan.next_iteration == 0
+        assert self.sorted_out(plan, 6) == ["big"]
+        assert plan.wishes == []
+
+    def test_the_schedule_keeps_its_order(self):
+        plan = agenda((3, "big"), (4, "a"), (5, "huge"))
+        assert self.sorted_out(plan, 3) == [] == self.sorted_out(plan, 4) == self.sorted_out(plan, 5)
+        assert [wish.layout for wish in plan.wishes] == ["big", "a", "huge"]
+        plan.hear(Formed(id=plan.wishes[0].key, generation=1), 8)
+        assert self.sorted_out(plan, 8) == ["big"]  # what comes behind a change of ranks is for the next boundary
+        assert self.sorted_out(plan, 9) == ["a"]
+        assert [wish.layout for wish in plan.wishes] == ["huge"]
+
+    def test_a_newer_request_takes_the_place_of_one_that_waits(self):
+        plan = agenda()
+        plan.hear(asked(1, "big"), 2)
+        self.sorted_out(plan, 2)
+        plan.hear(asked(2, "a"), 3)
+        items, dropped = plan.take(3)
+        assert [(drop.switch.id, drop.answer, drop.by.id) for drop in dropped] == [("1", "superseded", "2")]
+        assert [item.layout for item in plan.sort_out(items, self.needs_ranks)] == ["a"] and plan.wishes == []
+
+    def test_one_that_waits_can_be_taken_back_and_refused_and_expires(self):
+        for message, answer in ((Cancel(id="1"), "cancelled"), (Unformed(id="1", generation=1, reason="it died"), "refused"), (None, "expired")):
+            plan = agenda()
+            plan.hear(asked(1, "big"), 2)
+            self.sorted_out(plan, 2)
+            dropped = plan.close("the end") if message is None else plan.hear(message, 3)
+            assert [(drop.switch.id, drop.answer) for drop in dropped] == [("1", answer)]
+            assert plan.wishes == []
+
+    def test_it_is_told_once(self):
+        plan = agenda()
+        plan.hear(asked(1, "big"), 2)
+        self.sorted_out(plan, 2)
+        plan.hear(asked(1, "big"), 5)  # by the rank that has taken over the run directory
+        assert [wish.key for wish in plan.wishes] == ["1"]

@@ -117,8 +117,9 @@ class TestConfiguration:
 
     def test_each_key_is_explained(self):
         keys = {name for row in table_rows("key under `dynatrain`") for name in re.findall(r"`([\w.]+)`", row[0])}
-        transfer = {f"transfer.{name}" for name in config.TransferConfig.__struct_fields__}
-        assert keys == set(config.Config.__struct_fields__) - {"transfer"} | transfer
+        inner = {f"transfer.{name}" for name in config.TransferConfig.__struct_fields__}
+        inner |= {f"elastic.{name}" for name in config.ElasticConfig.__struct_fields__}
+        assert keys == set(config.Config.__struct_fields__) - {"transfer"} | inner
 
     def test_each_key_of_a_layout_is_named(self):
         paragraph = next(token.content for token in TOKENS if token.content.startswith("Keys of a layout:"))
