@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from harness import CPU, MODEL, ROOT, TRAINING, free_ports, wait_until, words_of
+from hosts import Hosts
 from test_elastic import layout
 
 LAYOUTS = {"four": layout(4, tp=2), "three": layout(3), "second": {"ranks": [2, 3], "tensor_model_parallel_size": 2},
@@ -19,14 +20,15 @@ LAYOUTS = {"four": layout(4, tp=2), "three": layout(3), "second": {"ranks": [2, 
 class Machine:
     """A torchrun of its own, its output in a file."""
 
-    def __init__(self, cluster, name, num_ranks, *more, prefix=()):
+    def __init__(self, cluster, name, num_ranks, *more, host=0):
         self.log = cluster.folder / f"{name}.log"
         port, = free_ports(1)
+        prefix, of_host = cluster.hosts.command(host)
         words = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-addr",
-                 cluster.address, "--master-port", str(port), "-m", "megatron_dynatrain.launch", "--cpu", cluster.script,
+                 cluster.hosts.address_of(host), "--master-port", str(port), "-m", "megatron_dynatrain.launch", "--cpu", cluster.script,
                  *words_of(cluster.arguments), *more]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "STEP_SECONDS": "0.1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore",
-               "PYTHONPATH": str(ROOT)}
+               "PYTHONPATH": str(ROOT), **of_host}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -58,22 +60,27 @@ class Machine:
 class Cluster:
     """A job on machines that come and go."""
 
-    def __init__(self, folder, data, cache, arguments=None, address="127.0.0.1", script="tests/pretrain_slow.py", **elastic):
-        self.folder, self.address, self.script, self.machines = folder, address, script, {}
+    def __init__(self, folder, data, cache, hosts, arguments=None, **elastic):
+        self.folder, self.hosts, self.script, self.machines = folder, hosts, "tests/pretrain_slow.py", {}
         self.run_dir = folder / "run"
         self.port, = free_ports(1)
         self.store = None
-        self.config = {"layouts": LAYOUTS, "verify": "full", "run_dir": str(self.run_dir), "report_steps": True,
-                       "elastic": {"store": f"{address}:{self.port}", **elastic}}
-        path = folder / "dynatrain.yaml"
-        path.write_text(yaml.safe_dump({"dynatrain": self.config}))
+        self.elastic = elastic
+        self.config = {"layouts": LAYOUTS, "verify": "full", "run_dir": str(self.run_dir), "report_steps": True}
         self.arguments = {**MODEL, **TRAINING, **CPU, "data-path": data, "data-cache-path": cache, "global-batch-size": 12,
-                          "train-iters": 100, "dynatrain-config": str(path), **(arguments or {})}
+                          "train-iters": 150, "dynatrain-config": str(folder / "dynatrain.yaml"), **(arguments or {})}
+        self.configure()
 
-    def hold_store(self, *prefix):
-        self.store = subprocess.Popen([*prefix, sys.executable, "-m", "megatron_dynatrain", "store", "--port", str(self.port)],
-                                      cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    def configure(self):
+        text = yaml.safe_dump({"dynatrain": {**self.config, "elastic": self.elastic}})
+        (self.folder / "dynatrain.yaml").write_text(text)
+
+    def hold_store(self):
+        self.store = subprocess.Popen([sys.executable, "-m", "megatron_dynatrain", "store", "--port", str(self.port)], cwd=ROOT,
+                                      stdout=subprocess.PIPE, text=True)
         assert str(self.port) in self.store.stdout.readline()
+        self.elastic["store"] = f"{self.hosts.address}:{self.port}"
+        self.configure()
 
     def start(self, name, num_ranks, *more, **where):
         self.machines[name] = machine = Machine(self, name, num_ranks, *more, **where)
@@ -114,17 +121,18 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(jobs, tmp_path):
-    with Cluster(tmp_path, jobs.data, jobs.cache) as made:
+def cluster(jobs, tmp_path, request):
+    with Hosts(getattr(request, "param", 0)) as hosts, Cluster(tmp_path, jobs.data, jobs.cache, hosts) as made:
         yield made
 
 
-def test_a_machine_joins_and_the_first_one_leaves(jobs, cluster):
+@pytest.mark.parametrize("cluster", [3], indirect=True, ids=["three-hosts"])
+def test_machines_join_and_the_first_one_leaves(jobs, cluster):
     plain = jobs.run(cluster.folder / "plain", 2, {**cluster.arguments, "dynatrain-config": None}, kind="plain").assert_ok()
     cluster.hold_store()
-    first = cluster.start("first", 2)
+    first = cluster.start("first", 2, host=0)
     cluster.until(state="training")
-    second = cluster.start("second", 2, "--dynatrain-join")
+    second = cluster.start("second", 2, "--dynatrain-join", host=1)
     cluster.until_waiting(3)
     code, answer = cluster.ask("four")
     assert (code, answer["answer"]) == (0, "done"), answer
@@ -132,10 +140,49 @@ def test_a_machine_joins_and_the_first_one_leaves(jobs, cluster):
     code, answer = cluster.ask("second")
     assert (code, answer["answer"]) == (0, "done"), answer
     assert first.ended() == 0
+    cluster.hosts.remove(0)
     cluster.until(ranks=[2, 3], layout="second", state="training")
-    assert second.ended() == 0
-    assert cluster.status()["state"] == "ended"
+    third = cluster.start("third", 1, "--dynatrain-join", host=2)
+    cluster.until_waiting(4)
+    code, answer = cluster.ask("ranks=[3,4],pipeline_model_parallel_size=2")  # rank 2 is replaced
+    assert (code, answer["answer"]) == (0, "done"), answer
+    assert second.ended(180) == third.ended(180) == 0
+    status = cluster.status()
+    assert (status["state"], status["ranks"], status["iteration"]) == ("ended", [3, 4], cluster.arguments["train-iters"])
     steps = {event["iteration"]: event["losses"]["lm loss"] for event in cluster.events("step")}
-    assert sorted(steps) == list(range(1, 101))
+    assert sorted(steps) == list(range(1, cluster.arguments["train-iters"] + 1))
     for iteration, step in plain.steps.items():
         assert steps[iteration] == pytest.approx(step["loss"], rel=2e-4), iteration
+
+
+def test_what_cannot_be_is_answered_and_training_goes_on(cluster):
+    cluster.arguments["train-iters"] = 250
+    first = cluster.start("first", 2)
+    cluster.until(state="training")
+    code, answer = cluster.ask("nobody")
+    assert (code, answer["answer"]) == (3, "refused") and "rank 9 is not there" in answer["reason"], answer
+    stranger = cluster.start("stranger", 1, "--dynatrain-join", "--lr", "1e-3")
+    dead = cluster.start("dead", 1, "--dynatrain-join")
+    assert stranger.ended() != 0
+    assert "does not belong to the job: --lr is 0.001 here and 0.002 in the job" in stranger.log.read_text()
+    other = cluster.start("other", 1, "--dynatrain-join", "4711")
+    cluster.until_waiting(2)
+    dead.kill()
+    code, answer = cluster.ask("three")
+    assert (code, answer["answer"]) == (3, "refused") and "rank 2 of the job" in answer["reason"], answer
+    assert other.ended() != 0 and "--dynatrain-join 4711: the job of" in other.log.read_text()
+    guest = cluster.start("guest", 1, "--dynatrain-join")
+    cluster.until_waiting(3)
+    code, answer = cluster.ask("three")
+    assert (code, answer["answer"]) == (0, "done") and answer["report"]["to_ranks"] == [0, 1, 3], answer
+    # Two at once: the one that waits for ranks gives way to the newer one, for which the guest leaves.
+    waiting = subprocess.Popen([sys.executable, "-m", "megatron_dynatrain", "request", "--run-dir", str(cluster.run_dir), "--layout",
+                                "four", "--wait", "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: cluster.status()["pending"], "the first request was not seen")
+    code, answer = cluster.ask("launch")
+    assert (code, answer["answer"], answer["report"]["to_ranks"]) == (0, "done", [0, 1]), answer
+    superseded = json.loads(waiting.communicate(timeout=60)[0])
+    assert (waiting.returncode, superseded["answer"], superseded["by"]) == (4, "superseded", answer["id"]), superseded
+    assert guest.ended() == 0
+    assert first.ended(240) == 0
+    assert [event["iteration"] for event in cluster.events("step")] == list(range(1, 251))

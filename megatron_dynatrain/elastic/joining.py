@@ -7,7 +7,7 @@ from argparse import Namespace
 from megatron_dynatrain.errors import ConfigError
 
 # Arguments that say where a process is, not what the job is.
-_OF_PROCESS = {"rank", "world_size", "local_rank", "dynatrain_join", "local_world_size"}
+_OF_PROCESS = {"rank", "world_size", "local_rank", "dynatrain_join", "local_world_size", "inprocess_active_world_size"}
 _PACKAGES = ("torch", "megatron-core", "megatron_dynatrain", "numpy", "transformer-engine", "apex")
 
 

@@ -26,7 +26,7 @@ from megatron_dynatrain.run_dir.ownership import claim, this_process, who
 _TICK_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 1.0
 _GRACE_SECONDS = 2.0  # how long a file that does not read may still be on its way, if it was not published by a rename
-_REST = 19  # times as long as a look took
+_REST = 19  # times as long as a look took of a core
 _FILES_A_LOOK = 32
 
 
@@ -106,7 +106,7 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._lost and not self._handed_over:
-            start = time.monotonic()
+            start = time.thread_time()  # what it waits for the file system costs no core
             try:
                 self._look()
                 if self._in_trouble:
@@ -118,7 +118,7 @@ class Watcher:
                 self._warn(error)
             if self._end_reason is not None and not self._in_trouble:
                 return
-            self._listen(max(_TICK_SECONDS, _REST * (time.monotonic() - start)))
+            self._listen(max(_TICK_SECONDS, _REST * (time.thread_time() - start)))
 
     def _warn(self, error: Exception) -> None:
         if not self._in_trouble:
