@@ -18,6 +18,7 @@ from megatron_dynatrain.run_dir.files import RunDir
 
 TRAIN = ROOT / "scripts" / "slurm" / "train.sbatch"
 SWITCH = ROOT / "scripts" / "slurm" / "switch_on_signal.sbatch"
+JOIN = ROOT / "scripts" / "slurm" / "join.sbatch"
 WORDS = ["--cpu", "my script.py", "--data-path", "0.5 'a b' \"c\"", "$HOME", "*", ""]
 
 # In place of Python. As torchrun it writes down what it was given, waits for the file `go` and ends as EXIT_CODE says; on the
@@ -136,10 +137,19 @@ class TestDryRun:
                 "on", "USR2:", "my python", "-m", "megatron_dynatrain", "request", "--run-dir", "/my run", "--layout", layout]
         assert training == dry(TRAIN, "pretrain_gpt.py").stdout.strip()
 
+    def test_join_is_training_with_a_torchrun_a_node(self):
+        words = shlex.split(dry(JOIN, "pretrain_gpt.py", "--lr", "1", env={"JOIN_JOB": "4711"}).stdout)
+        torchrun = words[words.index("python3"):]
+        assert words[-5:] == ["pretrain_gpt.py", "--lr", "1", "--dynatrain-join", "4711"]
+        last = {flag.split("=")[0]: flag.split("=")[1] for flag in torchrun if flag.startswith("--n") or flag.startswith("--master")}
+        assert (last["--nnodes"], last["--node-rank"], last["--master-addr"]) == ("1", "0", "127.0.0.1")
+        assert words.index("--kill-on-bad-exit=1") < words.index("--kill-on-bad-exit=0")
+
 
 @pytest.mark.parametrize("script, words, env, message", [
     (TRAIN, ["pretrain_gpt.py"], {"DRY_RUN": "0"}, "this is no Slurm job; submit it with sbatch, or set DRY_RUN=1"),
     (TRAIN, [], {}, "no pretraining script was given"),
+    (JOIN, [], {}, "no pretraining script was given"),
     (TRAIN, ["pretrain_gpt.py"], {"PYTHON": ""},
      "torch and megatron_dynatrain. Submit from an environment that has them"),
     (SWITCH, ["pretrain_gpt.py"], {"SWITCH_LAYOUTS": "deep"}, "set RUN_DIR to the run_dir of the file"),
@@ -290,3 +300,28 @@ class TestTraining:
         self.goes_on_with_one_request(cluster, job, tmp_path)
         assert "USR2: asking for layout deep" in (tmp_path / f"slurm-{job}.out").read_text()
 
+
+    def test_a_second_job_joins_and_is_given_back(self, cluster, jobs, tmp_path):
+        (tmp_path / "switch.yaml").write_text(yaml.safe_dump({"dynatrain": {
+            "layouts": {"grown": {"world_size": 4, "tensor_model_parallel_size": 2}}, "verify": "full", "elastic": {},
+            "run_dir": str(tmp_path / "run")}}))
+        arguments = {**MODEL, **TRAINING, **CPU, "global-batch-size": 4, "train-iters": 250, "data-path": jobs.data,
+                     "data-cache-path": jobs.cache, "dynatrain-config": tmp_path / "switch.yaml"}
+        words = ["--cpu", ROOT / "tests" / "pretrain_slow.py", *words_of(arguments)]
+        env = {"PYTHON": sys.executable, "PYTHONPATH": ROOT, "NPROC_PER_NODE": 2, "OMP_NUM_THREADS": 1, "STEP_SECONDS": 0.1}
+        first_port, second_port = free_ports(2)
+        first = cluster.submit("--nodes=1", TRAIN, *words, cwd=tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=first_port,
+                               LOG_DIR=tmp_path / "logs", **env)
+        wait_until(lambda: (now := RunDir(tmp_path / "run").read_status()) and now.state == "training", lambda: logs(tmp_path),
+                   timeout=120)
+        second = cluster.submit("--nodes=1", JOIN, *words, cwd=tmp_path, MASTER_PORT=second_port, JOIN_JOB=first,
+                                LOG_DIR=tmp_path / "more" / "logs", **env)
+        wait_until(lambda: "rank 3 of the job waits" in logs(tmp_path / "more"), lambda: logs(tmp_path / "more"), timeout=120)
+        for layout, ranks in (("grown", [0, 1, 2, 3]), ("launch", [0, 1])):
+            done = subprocess.run([sys.executable, "-m", "megatron_dynatrain", "request", "--run-dir", tmp_path / "run", "--layout",
+                                   layout, "--wait", "--json"], capture_output=True, text=True, cwd=ROOT)
+            answer = json.loads(done.stdout)
+            assert (done.returncode, answer["answer"], answer["report"]["to_ranks"]) == (0, "done", ranks), answer
+        assert finished(cluster, second) == ("COMPLETED", "0:0"), logs(tmp_path / "more")
+        assert cluster.field(first, "JobState") == "RUNNING"
+        assert finished(cluster, first) == ("COMPLETED", "0:0"), logs(tmp_path)
