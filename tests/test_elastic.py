@@ -1,6 +1,11 @@
 """Ranks join and leave a job while it trains."""
 
+import re
+import subprocess
+import sys
+
 import pytest
+from conftest import ROOT
 from matrix import MOE
 from test_loop import assert_same_steps
 
@@ -43,6 +48,40 @@ def test_a_world_grows_and_shrinks_like_a_world_that_stays(jobs, tmp_path, model
     assert all(event["verify"] == "ok" and event["moved_bytes"] == event["minimum_bytes"] for event in elastic.events_of("switch"))
     assert_same_steps(elastic.steps, plain.steps, 2e-4)
     assert elastic.samples == plain.samples
+
+
+def test_what_the_loop_does_goes_to_the_new_ranks(jobs, tmp_path):
+    """Rank 0 and the last rank leave: evaluation, checkpoint, TensorBoard, the log and its averages are those of ranks 1 and 2."""
+    from test_loop import log_lines
+    from test_writers import scalars
+
+    form = {"ckpt-format": "torch_dist", "dist-ckpt-optim-fully-reshardable": True, "tensor-model-parallel-size": 2}
+    plain = jobs.run(tmp_path / "plain", 4, {**form, "train-iters": 34, "log-interval": 5, "eval-interval": 30}, kind="plain").assert_ok()
+    store = subprocess.Popen([sys.executable, "-m", "megatron_dynatrain", "store", "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE,
+                             text=True)  # as the one of the launch lives in rank 0 here
+    try:
+        port = store.stdout.readline().rpartition(":")[2].strip()
+        elastic = jobs.run(tmp_path / "job", 4, {**form, "train-iters": 30, "log-interval": 5, "eval-interval": 30, "save": tmp_path / "ckpt", "save-interval": 100,
+                                                 "tensorboard-dir": tmp_path / "board"}, {
+            "layouts": {"inner": {"ranks": [1, 2], "tensor_model_parallel_size": 1}}, "schedule": schedule((3, "inner")),
+            "verify": "full", "run_dir": str(tmp_path / "run"), "elastic": {"store": f"127.0.0.1:{port}"}},
+            probe="probes:paced", seconds=0.1).assert_ok()
+    finally:
+        store.kill()
+        store.wait()
+    assert members(elastic) == [[1, 2]]
+    (change,) = elastic.events_of("switch")
+    expected, logged = log_lines(plain), re.findall(r"iteration +(\d+)/ +30 .*lm loss: ([\d.E+-]+)", elastic.logs[3] + elastic.logs[2])
+    assert [int(iteration) for iteration, _ in logged] == [1, 5, 10, 15, 20, 25, 30]
+    for (iteration, loss), (_, _, plain_loss) in zip(logged[:-1], expected, strict=False):
+        assert float(loss) == pytest.approx(plain_loss, rel=2e-4), iteration
+    evaluated = re.compile(r"validation loss at iteration 30 \| lm loss value: ([\d.E+-]+)")
+    assert float(evaluated.search(elastic.logs[2])[1]) == pytest.approx(float(evaluated.search(plain.logs[3])[1]), rel=2e-4)
+    curve = dict(scalars(tmp_path / "board")["lm loss"])
+    assert sorted(curve) == list(range(1, 31)) and change["iteration"] < 25
+    loaded = jobs.run(tmp_path / "loaded", 4, {**form, "train-iters": 34, "load": tmp_path / "ckpt", "override-opt-param-scheduler": True},
+                      kind="plain").assert_ok()
+    assert_same_steps(loaded.steps, {i: plain.steps[i] for i in range(31, 35)}, 2e-4)
 
 
 # Where a process is killed, on which rank, and what becomes of the change to other ranks.

@@ -176,7 +176,8 @@ def status(flags: argparse.Namespace, run_dir: RunDir) -> int:
     if not runs:
         return _no_job(flags, run_dir, found)
     print(f"{found.state}: {who(found)}, heartbeat {age(found)}")
-    print(f"layout {found.layout} ({in_sizes(found.sizes)}) on {found.world_size} ranks; layouts: "
+    which = "" if found.ranks is None else f" ({', '.join(map(str, found.ranks))})"
+    print(f"layout {found.layout} ({in_sizes(found.sizes)}) on {found.world_size} ranks{which}; layouts: "
           f"{', '.join((LAUNCH, *found.layouts))}")
     if found.schedule:
         print("scheduled: " + ", ".join(f"{layout} after iteration {at}" for at, layout in found.schedule))
