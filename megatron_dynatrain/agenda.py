@@ -183,7 +183,8 @@ class Agenda:
             return items, []
         last = asked[-1]
         same = tuple(switch.id for switch in asked if switch.layout == last.layout)
-        older = self._no_longer_waiting(lambda key: not key.startswith(_SCHEDULED)) + [switch for switch in asked if switch.layout != last.layout]
+        older = self._no_longer_waiting(lambda key: not key.startswith(_SCHEDULED))
+        older += [switch for switch in asked if switch.layout != last.layout]
         return ([*items, Item("switch", last.layout, same, key=last.id)],
                 [Dropped(switch, "superseded", "a newer request took its place", last) for switch in older])
 

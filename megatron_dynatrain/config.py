@@ -149,8 +149,8 @@ def parse(text: str, source: str = "<text>") -> Config:
                           "find the job; name a directory that all machines see")
     named = [name for name, layout in config.layouts.items() if layout.num_ranks is not None]
     if config.elastic is None and named:
-        raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{named[0]}` says how many ranks it wants, and the ranks "
-                          "of the job change with `dynatrain.elastic` alone; add it (`elastic: {}`), or leave world_size and ranks "
+        raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{named[0]}` says how many ranks it wants, and the "
+                          "ranks of the job change with `dynatrain.elastic` alone; add it (`elastic: {}`), or leave world_size and ranks "
                           "out")
     if LAUNCH in config.layouts:
         raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{LAUNCH}`: {LAUNCH!r} is the layout of the command "
@@ -190,7 +190,8 @@ def parse_layout(text: str, flag: str) -> Layout:
         raise ConfigError(f"{flag} {text!r}: {_explained(str(error), '$', Layout)}") from None
 
 
-_STRUCTS = {"dynatrain": Config, "transfer": TransferConfig, "elastic": ElasticConfig, "schedule": ScheduledSwitch, "layouts": Layout}
+_STRUCTS = {"dynatrain": Config, "transfer": TransferConfig, "elastic": ElasticConfig,
+            "schedule": ScheduledSwitch, "layouts": Layout}
 
 
 def _explained(message: str, base: str, top=_File) -> str:

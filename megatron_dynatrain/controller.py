@@ -206,8 +206,8 @@ class Controller:
         if entry.name == self.current:
             return SwitchCost(self.current, entry.name)
         if self.changes_ranks(target):
-            raise LayoutRefused(f"layout {entry.name!r} is for other ranks than those that train, for which the cost is not told here; "
-                                "`python -m megatron_dynatrain plan` tells it")
+            raise LayoutRefused(f"layout {entry.name!r} is for other ranks than those that train, for which the cost is not told "
+                                "here; `python -m megatron_dynatrain plan` tells it")
         if self._considered is not None and self._considered.name not in (entry.name, self.current):
             self._forget_unless_declared(self._considered)
         self._considered = None if entry.declared else entry
@@ -291,7 +291,7 @@ class Controller:
             src_name, src_sizes = next(known for known in now if known is not None)
             src = self.registry.entries[src_name]
             if src is not passage.src:
-                own = None if passage.own_src is None else src.holdings[passage.record.old.index(passage.record.union[passage.rank])]
+                own = None if passage.own_src is None else src.holdings[passage.record.old.index(passage.number)]
                 passage.plan_anew(src, own, self.config.transfer.staging_bytes, self.config.keeps_old_state)
         report = self._report(passage, iteration, started, start)
         report.src_sizes = src_sizes
@@ -312,14 +312,14 @@ class Controller:
                 self.job.forget(entry.name)
                 self.registry.forget(entry.name)
             elif passage.own_dst is not None:
-                entry.become(passage.record.new.index(passage.record.union[passage.rank]))
+                entry.become(passage.record.new.index(passage.number))
         return report, said
 
     def _report(self, passage: Passage, iteration: int, started: float, start: float) -> SwitchReport:
         memory.forget_peak()
         record = passage.record
-        report = SwitchReport(iteration, passage.src.name, passage.dst.name, _sizes(self.job.args), {}, passage.plan, passage.totals,
-                              self.config.verify, started, beside=passage.beside, beside_from=passage.began,
+        report = SwitchReport(iteration, passage.src.name, passage.dst.name, _sizes(self.job.args), {}, passage.plan,
+                              passage.totals, self.config.verify, started, beside=passage.beside, beside_from=passage.began,
                               beside_until=passage.ended, src_ranks=record.old if record else (),
                               dst_ranks=record.new if record else ())
         report.phases["leave"] = start - started
@@ -381,8 +381,8 @@ class Controller:
         if passage.own_dst is not None:
             with report.phase("groups"):
                 if passage.union is not None:
-                    job.take_world(passage.groups, passage.record.new.index(passage.record.union[passage.rank]), len(passage.record.new),
-                                   progress)
+                    new = passage.record.new
+                    job.take_world(passage.groups, new.index(passage.number), len(new), progress)
                 job.enter(dst.name)
         with report.phase("build"):
             new = together(LayoutRefused, f"layout {dst.name!r} cannot be built", built)
@@ -453,8 +453,8 @@ class Controller:
             both = " and the old state is to stay until the switch is verified (`transfer.keep_old_state`)"
             raise LayoutRefused(
                 f"the switch does not fit into memory: it needs up to {in_bytes(peak)} at once for the states and the scratch"
-                f"{both if self.config.keeps_old_state else ''}, of which {in_bytes(passage.memory_before.state_bytes)} is the old state,"
-                f" {in_bytes(passage.memory_after.state_bytes)} the new one and {in_bytes(self.config.transfer.staging_bytes)} "
+                f"{both if self.config.keeps_old_state else ''}, of which {in_bytes(passage.memory_before.state_bytes)} is the old "
+                f"state, {in_bytes(passage.memory_after.state_bytes)} the new one and {in_bytes(self.config.transfer.staging_bytes)} "
                 f"`transfer.staging_bytes`; {source} allows {in_bytes(limit)}")
 
 

@@ -4,6 +4,7 @@ While it trains, a thread makes its part of the next generation and, on rank 0, 
 the same without threads, and uses no core otherwise. What is decided here is carried out by the controller.
 """
 
+import contextlib
 import functools
 import threading
 import time
@@ -139,7 +140,8 @@ class DeviceManager:
 
     def end(self, why: str, failed: bool) -> None:
         """The job ends; those who wait need not. On rank 0."""
-        self._board.end(f"{'failed' if failed else 'ended'}: {why}")
+        with contextlib.suppress(Exception):  # the store has ended before; those who wait see that
+            self._board.end(f"{'failed' if failed else 'ended'}: {why}")
 
     # While it waits.
 

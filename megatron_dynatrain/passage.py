@@ -68,6 +68,11 @@ class Passage:
     ended: float = 0.0
 
     @property
+    def number(self) -> int:
+        """Of this process in the job."""
+        return self.record.union[self.rank]
+
+    @property
     def memory_before(self) -> Memory:
         return (self.own_src or nothing()).memory
 
@@ -152,18 +157,19 @@ def form(record: Record, member: int, store, controller) -> Passage:
 def _agreed(record: Record, member: int, rank: int, controller) -> tuple[Entry, Entry]:
     """(old, new layout); those who do not train learn from the first who does what all layouts are. Collective over the union."""
     job, registry = controller.job, controller.registry
-    src_name, dst_name = controller.current, registry.find(record.layout).name
-    if record.union != record.old:
-        teller = record.union.index(record.old[0])
-        said = [(src_name, registry.described(), job.answers)] if rank == teller else [None]
-        dist.broadcast_object_list(said, src=teller)
-        joins = member not in record.old
+    dst_name, joins = registry.find(record.layout).name, member not in record.old
+    teller = record.union.index(record.old[0])
+    said = [None]
+    if rank == teller:  # a switch of layouts may be going on, at which ranks do not arrive in one moment
+        said = [(controller.current, (registry.described(), job.answers) if record.union != record.old else None)]
+    dist.broadcast_object_list(said, src=teller)
+    src_name, known = said[0]
+    if known is not None:
         if joins:
-            src_name, entries, answers = said[0]
-            registry.adopt(entries)
-            job.answers.update(answers)
-        together(LayoutRefused, "a rank cannot take part", _check_own if joins else lambda *_: None, job, registry.entries[dst_name],
-                 record.new.index(member) if joins else 0)
+            registry.adopt(known[0])
+            job.answers.update(known[1])
+        together(LayoutRefused, "a rank cannot take part", _check_own if joins else lambda *_: None, job,
+                 registry.entries[dst_name], record.new.index(member) if joins else 0)
     return registry.entries[src_name], registry.entries[dst_name]
 
 

@@ -99,7 +99,7 @@ class Session:
         self.job.start_waiting(LAUNCH)
         self.job.get_ready({name: (entry.layout, self.controller.size_of(name)[0])
                             for name, entry in self.controller.registry.entries.items()})
-        self.devices = DeviceManager(self.waits_as, self.controller, lambda message, store: self._requests.put(message, store))
+        self.devices = DeviceManager(self.waits_as, self.controller, self._tell_all)
 
     def _watch(self) -> Watcher | None:
         """Take the run directory, on rank 0."""
@@ -111,7 +111,7 @@ class Session:
     def _start(self, iteration: int, train_iters: int) -> None:
         store = dist.distributed_c10d._get_default_store()
         if self.config.elastic is not None:
-            self.devices = DeviceManager(self._membership(), self.controller, lambda message, store: self._requests.put(message, store))
+            self.devices = DeviceManager(self._membership(), self.controller, self._tell_all)
             store = self.devices.membership.store
         self.controller.start()
         self._open_report_file()
@@ -157,6 +157,10 @@ class Session:
         """How the watcher's thread tells all ranks, over a connection of its own."""
         requests, own_store = self._requests, (store or self.devices.membership.store).clone()
         return lambda message: requests.put(message, own_store)
+
+    def _tell_all(self, message, store) -> None:
+        """Tell all ranks, from another thread than the one that trains."""
+        self._requests.put(message, store)
 
     def _look_at_next_boundary(self) -> None:
         self.boundary = 0

@@ -14,7 +14,8 @@ class Hosts:
     def __init__(self, count: int):
         self._tag = f"dt{os.getpid() % 10000}"
         self._count = count
-        self.apart = count > 0 and os.geteuid() == 0 and shutil.which("ip") is not None and self._ip("link", "add", f"{self._tag}b", "type", "bridge")
+        self.apart = (count > 0 and os.geteuid() == 0 and shutil.which("ip") is not None
+                      and self._ip("link", "add", f"{self._tag}b", "type", "bridge"))
         self.address = f"{_NETWORK}.254" if self.apart else "127.0.0.1"
 
     @staticmethod

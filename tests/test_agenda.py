@@ -124,7 +124,8 @@ class TestOtherRanks:
         assert [item.layout for item in plan.sort_out(items, self.needs_ranks)] == ["a"] and plan.wishes == []
 
     def test_one_that_waits_can_be_taken_back_and_refused_and_expires(self):
-        for message, answer in ((Cancel(id="1"), "cancelled"), (Unformed(id="1", generation=1, reason="it died"), "refused"), (None, "expired")):
+        refusal = Unformed(id="1", generation=1, reason="it died")
+        for message, answer in ((Cancel(id="1"), "cancelled"), (refusal, "refused"), (None, "expired")):
             plan = agenda()
             plan.hear(asked(1, "big"), 2)
             self.sorted_out(plan, 2)

@@ -31,7 +31,8 @@ def members(result):
 ROUTES = {
     "dense": ({}, {"a": layout(6, tp=2), "b": layout(8, tp=2, pp=2), "c": layout(3), "d": layout(5), "e": layout(4, pp=2)}),
     "moe": ({**MOE, "num-experts": 6, "expert-model-parallel-size": 2, "sequence-parallel": True},
-            {"a": moe(6, ep=3, tp=2), "b": moe(8, ep=2, tp=2, pp=2), "c": moe(3, ep=3), "d": moe(5, ep=1), "e": moe(4, ep=2, pp=2)}),
+            {"a": moe(6, ep=3, tp=2), "b": moe(8, ep=2, tp=2, pp=2), "c": moe(3, ep=3), "d": moe(5, ep=1),
+             "e": moe(4, ep=2, pp=2)}),
 }
 
 
@@ -56,12 +57,13 @@ def test_what_the_loop_does_goes_to_the_new_ranks(jobs, tmp_path):
     from test_writers import scalars
 
     form = {"ckpt-format": "torch_dist", "dist-ckpt-optim-fully-reshardable": True, "tensor-model-parallel-size": 2}
-    plain = jobs.run(tmp_path / "plain", 4, {**form, "train-iters": 34, "log-interval": 5, "eval-interval": 30}, kind="plain").assert_ok()
+    form |= {"log-interval": 5, "eval-interval": 30}
+    plain = jobs.run(tmp_path / "plain", 4, {**form, "train-iters": 34}, kind="plain").assert_ok()
     store = subprocess.Popen([sys.executable, "-m", "megatron_dynatrain", "store", "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE,
                              text=True)  # as the one of the launch lives in rank 0 here
     try:
         port = store.stdout.readline().rpartition(":")[2].strip()
-        elastic = jobs.run(tmp_path / "job", 4, {**form, "train-iters": 30, "log-interval": 5, "eval-interval": 30, "save": tmp_path / "ckpt", "save-interval": 100,
+        elastic = jobs.run(tmp_path / "job", 4, {**form, "train-iters": 30, "save": tmp_path / "ckpt", "save-interval": 100,
                                                  "tensorboard-dir": tmp_path / "board"}, {
             "layouts": {"inner": {"ranks": [1, 2], "tensor_model_parallel_size": 1}}, "schedule": schedule((3, "inner")),
             "verify": "full", "run_dir": str(tmp_path / "run"), "elastic": {"store": f"127.0.0.1:{port}"}},
@@ -71,7 +73,8 @@ def test_what_the_loop_does_goes_to_the_new_ranks(jobs, tmp_path):
         store.wait()
     assert members(elastic) == [[1, 2]]
     (change,) = elastic.events_of("switch")
-    expected, logged = log_lines(plain), re.findall(r"iteration +(\d+)/ +30 .*lm loss: ([\d.E+-]+)", elastic.logs[3] + elastic.logs[2])
+    expected = log_lines(plain)
+    logged = re.findall(r"iteration +(\d+)/ +30 .*lm loss: ([\d.E+-]+)", elastic.logs[3] + elastic.logs[2])
     assert [int(iteration) for iteration, _ in logged] == [1, 5, 10, 15, 20, 25, 30]
     for (iteration, loss), (_, _, plain_loss) in zip(logged[:-1], expected, strict=False):
         assert float(loss) == pytest.approx(plain_loss, rel=2e-4), iteration
@@ -79,8 +82,8 @@ def test_what_the_loop_does_goes_to_the_new_ranks(jobs, tmp_path):
     assert float(evaluated.search(elastic.logs[2])[1]) == pytest.approx(float(evaluated.search(plain.logs[3])[1]), rel=2e-4)
     curve = dict(scalars(tmp_path / "board")["lm loss"])
     assert sorted(curve) == list(range(1, 31)) and change["iteration"] < 25
-    loaded = jobs.run(tmp_path / "loaded", 4, {**form, "train-iters": 34, "load": tmp_path / "ckpt", "override-opt-param-scheduler": True},
-                      kind="plain").assert_ok()
+    longer = {**form, "train-iters": 34, "load": tmp_path / "ckpt", "override-opt-param-scheduler": True}
+    loaded = jobs.run(tmp_path / "loaded", 4, longer, kind="plain").assert_ok()
     assert_same_steps(loaded.steps, {i: plain.steps[i] for i in range(31, 35)}, 2e-4)
 
 

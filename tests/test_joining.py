@@ -25,8 +25,8 @@ class Machine:
         port, = free_ports(1)
         prefix, of_host = cluster.hosts.command(host)
         words = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-addr",
-                 cluster.hosts.address_of(host), "--master-port", str(port), "-m", "megatron_dynatrain.launch", "--cpu", cluster.script,
-                 *words_of(cluster.arguments), *more]
+                 cluster.hosts.address_of(host), "--master-port", str(port), "-m", "megatron_dynatrain.launch", "--cpu",
+                 cluster.script, *words_of(cluster.arguments), *more]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "STEP_SECONDS": "0.1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore",
                "PYTHONPATH": str(ROOT), **of_host}
         with self.log.open("w") as log:
@@ -101,8 +101,8 @@ class Cluster:
 
     def ask(self, layout, *more):
         """`request --layout ... --wait` as a user types it: its exit code and its answer."""
-        done = subprocess.run([sys.executable, "-m", "megatron_dynatrain", "request", "--run-dir", str(self.run_dir), "--layout", layout,
-                               "--wait", "--timeout", "60", "--json", *more], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "megatron_dynatrain", "request", "--run-dir", str(self.run_dir), "--layout",
+                               layout, "--wait", "--timeout", "60", "--json", *more], cwd=ROOT, capture_output=True, text=True)
         return done.returncode, json.loads(done.stdout)
 
     def events(self, kind):
@@ -176,8 +176,8 @@ def test_what_cannot_be_is_answered_and_training_goes_on(cluster):
     code, answer = cluster.ask("three")
     assert (code, answer["answer"]) == (0, "done") and answer["report"]["to_ranks"] == [0, 1, 3], answer
     # Two at once: the one that waits for ranks gives way to the newer one, for which the guest leaves.
-    waiting = subprocess.Popen([sys.executable, "-m", "megatron_dynatrain", "request", "--run-dir", str(cluster.run_dir), "--layout",
-                                "four", "--wait", "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    waiting = subprocess.Popen([sys.executable, "-m", "megatron_dynatrain", "request", "--run-dir", str(cluster.run_dir),
+                                "--layout", "four", "--wait", "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_until(lambda: cluster.status()["pending"], "the first request was not seen")
     code, answer = cluster.ask("launch")
     assert (code, answer["answer"], answer["report"]["to_ranks"]) == (0, "done", [0, 1]), answer

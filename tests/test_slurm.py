@@ -141,7 +141,7 @@ class TestDryRun:
         words = shlex.split(dry(JOIN, "pretrain_gpt.py", "--lr", "1", env={"JOIN_JOB": "4711"}).stdout)
         torchrun = words[words.index("python3"):]
         assert words[-5:] == ["pretrain_gpt.py", "--lr", "1", "--dynatrain-join", "4711"]
-        last = {flag.split("=")[0]: flag.split("=")[1] for flag in torchrun if flag.startswith("--n") or flag.startswith("--master")}
+        last = dict(flag.split("=") for flag in torchrun if flag.startswith(("--n", "--master")))
         assert (last["--nnodes"], last["--node-rank"], last["--master-addr"]) == ("1", "0", "127.0.0.1")
         assert words.index("--kill-on-bad-exit=1") < words.index("--kill-on-bad-exit=0")
 

@@ -255,7 +255,8 @@ class Coordinator:
                 time.sleep(_SLEEP_SECONDS)
         except Exception as error:
             if not self._closed:
-                print(f"[dynatrain] no more ranks can be made ready ({reason(error)}); training goes on", file=sys.stderr, flush=True)
+                print(f"[dynatrain] no more ranks can be made ready ({reason(error)}); training goes on", file=sys.stderr,
+                      flush=True)
 
     def _try(self, wish: Wish) -> None:
         try:
@@ -288,8 +289,8 @@ class Coordinator:
             return None
         others = sorted(number for number in {*self._members, *waiting} if number not in members)
         leave = tuple(number for number in others[self._spares:] if number in self._members)
-        return Record(number=self._board.next_number(), key=wish.key, layout=wish.layout, base=self._base, old=self._members, new=members,
-                      leave=leave)
+        return Record(number=self._board.next_number(), key=wish.key, layout=wish.layout, base=self._base, old=self._members,
+                      new=members, leave=leave)
 
     def _watched(self, record: Record) -> str | None:
         """Wait for the reports; why the attempt has failed, or None."""

@@ -27,7 +27,8 @@ _TIMEOUT = timedelta(seconds=60)
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     parser.epilog = "exit codes:\n  0  ended by a signal\n  2  the command line is wrong, or the port is taken"
-    parser.add_argument("--port", type=int, default=29400, help="the port on which it listens, on all addresses (%(default)s; 0: any)")
+    parser.add_argument("--port", type=int, default=29400,
+                        help="the port on which it listens, on all addresses (%(default)s; 0: any)")
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -58,8 +59,8 @@ def connect(address: str):
     try:
         return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
     except Exception as error:
-        raise ConfigError(f"`dynatrain.elastic.store` {address}: no store answers there ({str(error).splitlines()[0][:200]}); start one "
-                          "with `python -m megatron_dynatrain store`, or leave the key out") from error
+        raise ConfigError(f"`dynatrain.elastic.store` {address}: no store answers there ({str(error).splitlines()[0][:200]}); "
+                          "start one with `python -m megatron_dynatrain store`, or leave the key out") from error
 
 
 def of_launch() -> str:
@@ -71,6 +72,6 @@ def of_launch() -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
-        raise ConfigError(f"`dynatrain.elastic`: the job was launched with a {type(store).__name__}, which others cannot reach; launch "
-                          "it with torchrun, or give `elastic.store`")
+        raise ConfigError(f"`dynatrain.elastic`: the job was launched with a {type(store).__name__}, which others cannot reach; "
+                          "launch it with torchrun, or give `elastic.store`")
     return f"{store.host}:{store.port}"

@@ -29,8 +29,8 @@ def check(job: dict[str, str], own: dict[str, str]) -> None:
     if wrong:
         said = "; ".join(f"{name} is {_short(own.get(name))} here and {_short(job.get(name))} in the job" for name in wrong[:5])
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-        raise ConfigError(f"--dynatrain-join: this process does not belong to the job: {said}{more}; start it with the command, the "
-                          "files and the packages of the job")
+        raise ConfigError(f"--dynatrain-join: this process does not belong to the job: {said}{more}; start it with the command, "
+                          "the files and the packages of the job")
 
 
 def _short(text: str | None) -> str:

@@ -57,7 +57,8 @@ def _launch_key() -> str:
     return f"dynatrain/launch/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def of_trainer(config: Config, rank: int, launched: int, processes: int, run: str, raw: Namespace, path: str) -> tuple[Membership, str]:
+def of_trainer(config: Config, rank: int, launched: int, processes: int, run: str, raw: Namespace,
+               path: str) -> tuple[Membership, str]:
     """(membership, HOST:PORT of the store) of a rank that trains from the start. run: the token of the run, the same on all.
 
     Rank 0 publishes what others need to join. processes: how many were launched, with those that wait. raw: the arguments before
@@ -87,8 +88,8 @@ def of_joiner(config: Config, wanted: str, raw: Namespace, path: str) -> Members
     job, if that was given. Raises ConfigError where there is no such job, or where this process does not belong to it."""
     status = _running(config)
     if wanted and wanted not in (status.run, status.job):
-        raise ConfigError(f"--dynatrain-join {wanted}: the job of {config.run_dir} is another one ({who(status)}, run {status.run}); "
-                          "give its number or its run, or leave the value out")
+        raise ConfigError(f"--dynatrain-join {wanted}: the job of {config.run_dir} is another one ({who(status)}, run {status.run}"
+                          "); give its number or its run, or leave the value out")
     store = _of_run(job_store.connect(status.store), status.run)
     job = json.loads(store.get("job"))
     joining.check(job["facts"], joining.fingerprint(raw, read_text(path, f"--dynatrain-config {path}")))

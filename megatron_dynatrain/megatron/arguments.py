@@ -93,7 +93,8 @@ class ArgumentBook:
 
     def apply(self, target: Namespace, live: Namespace) -> None:
         """Set the layout-dependent fields of the live namespace to those of `target`. Which rank this is stays."""
-        self._touched |= {name for name in vars(target) if name != "rank" and not _equal(vars(self.launch).get(name), getattr(target, name))}
+        self._touched |= {name for name in vars(target)
+                          if name != "rank" and not _equal(vars(self.launch).get(name), getattr(target, name))}
         for name in sorted(self._touched):
             setattr(live, name, copy.deepcopy(getattr(target, name)))
 

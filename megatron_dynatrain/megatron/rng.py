@@ -54,8 +54,8 @@ _EXPERT = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 def settle(streams: dict | None, old: Namespace, new: Namespace, reseed) -> None:
     """Set the streams of the new layout: those whose coordinates stay go on from `streams`, the others are derived anew.
 
-    streams: from `capture`, at the boundary; None to derive all anew. old, new: the arguments of both layouts. reseed: derives all streams for the
-    live coordinates. Not collective; all ranks decide alike.
+    streams: from `capture`, at the boundary; None to derive all anew. old, new: the arguments of both layouts. reseed: derives
+    all streams for the live coordinates. Not collective; all ranks decide alike.
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name

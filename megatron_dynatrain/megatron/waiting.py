@@ -21,8 +21,8 @@ def set_aside(session, args: Namespace) -> None:
     elastic, wanted = session.config.elastic, getattr(args, "dynatrain_join", None)
     if wanted is not None:
         if elastic is None:
-            raise ConfigError("--dynatrain-join was given, but the file of --dynatrain-config has no `dynatrain.elastic`; a job that "
-                              "ranks can join needs it")
+            raise ConfigError("--dynatrain-join was given, but the file of --dynatrain-config has no `dynatrain.elastic`; a job "
+                              "that ranks can join needs it")
         session.waits_as = membership.of_joiner(session.config, wanted, args, args.dynatrain_config)
         args.rank, args.world_size = _NOBODY, session.waits_as.launched
         return
@@ -31,8 +31,8 @@ def set_aside(session, args: Namespace) -> None:
         return
     size = elastic.world_size
     if size > args.world_size or args.world_size - size > elastic.spares:
-        raise ConfigError(f"`dynatrain.elastic`: world_size {size} and spares {elastic.spares} were given, but {args.world_size} ranks "
-                          f"were launched; launch from {size} to {size + elastic.spares}")
+        raise ConfigError(f"`dynatrain.elastic`: world_size {size} and spares {elastic.spares} were given, but {args.world_size} "
+                          f"ranks were launched; launch from {size} to {size + elastic.spares}")
     if args.rank >= size:
         session.waits_as = membership.of_spare(session.config, args.rank, size)
         args.rank = _NOBODY

@@ -96,7 +96,8 @@ class Watcher:
         self._thread.join(timeout)
 
     def hand_over(self, timeout: float = 5.0) -> "Baton":
-        """Stop looking after the directory: what another process needs to go on (`Baton.taken`). Waits `timeout` seconds at most."""
+        """Stop looking after the directory: what another process needs to go on (`Baton.taken`). Waits `timeout` seconds at
+        most."""
         self._handed_over = True
         self._inbox.put({})
         self._thread.join(timeout)
