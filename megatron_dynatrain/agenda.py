@@ -38,10 +38,12 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", kw_only=True):
 
 
 class Formed(msgspec.Struct, frozen=True, tag="formed", kw_only=True):
-    """The ranks of generation `generation` are ready for the switch `id`, which needs other ranks than the present ones."""
+    """The ranks of generation `generation` are ready for the switch `id`, which needs other ranks than those of the present
+    generation, `base`."""
 
     id: str
     generation: int
+    base: int
 
 
 class Unformed(msgspec.Struct, frozen=True, tag="unformed", kw_only=True):
@@ -49,6 +51,7 @@ class Unformed(msgspec.Struct, frozen=True, tag="unformed", kw_only=True):
 
     id: str
     generation: int
+    base: int
     reason: str
 
 
@@ -115,7 +118,10 @@ class Agenda:
         queue, self._waiting = self._waiting + due, []
         now, kept_back, changed = [], False, False
         for item in queue:
-            changes = item.kind == "switch" and changes_ranks(item.layout)
+            if item.kind == "cost":
+                now.append(item)
+                continue
+            changes = changes_ranks(item.layout)
             if changed or (kept_back and item.key.startswith(_SCHEDULED)) or (changes and item.key not in self.formed):
                 self._waiting.append(item)
                 kept_back = True
@@ -155,7 +161,6 @@ class Agenda:
                 found = [switch for _, switch in self._asked if switch.id == message.id]
                 self._asked = [(at, switch) for at, switch in self._asked if switch.id != message.id]
                 found += self._no_longer_waiting(lambda key: key == message.id)
-                self._schedule = [switch for switch in self._schedule if _key(switch) != message.id]
                 return [Dropped(switch, "refused", message.reason) for switch in found]
             case Switch():
                 if message.id in (switch.id for _, switch in self._asked) or message.id in self._ids_waiting:
@@ -183,9 +188,13 @@ class Agenda:
             return items, []
         last = asked[-1]
         same = tuple(switch.id for switch in asked if switch.layout == last.layout)
+        item = Item("switch", last.layout, same, key=last.id)
+        for waiting in [item for item in self._waiting if item.ids and item.layout == last.layout]:
+            self._waiting.remove(waiting)  # what is ready for it is ready for this one, too
+            item = replace(item, ids=waiting.ids + item.ids, key=waiting.key)
         older = self._no_longer_waiting(lambda key: not key.startswith(_SCHEDULED))
         older += [switch for switch in asked if switch.layout != last.layout]
-        return ([*items, Item("switch", last.layout, same, key=last.id)],
+        return ([*items, item],
                 [Dropped(switch, "superseded", "a newer request took its place", last) for switch in older])
 
     @property

@@ -19,7 +19,7 @@ from megatron_dynatrain import memory
 from megatron_dynatrain.config import Config
 from megatron_dynatrain.consensus import gather, share, together
 from megatron_dynatrain.elastic import worlds
-from megatron_dynatrain.errors import LayoutRefused, SpaceError, TransferError, VerificationError, reason
+from megatron_dynatrain.errors import DynaTrainError, LayoutRefused, SpaceError, TransferError, VerificationError, reason
 from megatron_dynatrain.layout import LAUNCH, Layout
 from megatron_dynatrain.passage import Passage, planned
 from megatron_dynatrain.planning import Plan, Totals, Turnover
@@ -146,6 +146,10 @@ class Controller:
         """Whether a layout wants other ranks than those that train. Not collective, the same on all ranks."""
         size, named = self.size_of(target)
         return size != len(self.members) if named is None else set(named) != set(self.members)
+
+    def is_described(self, target: str | Layout) -> bool:
+        """Whether it is known what ranks hold in a layout. Not collective, the same on all ranks."""
+        return self.registry.find(target).world is not None
 
     def begin(self, launched: int) -> None:
         """Before anything else: how many ranks train in the layout of the launch."""
@@ -285,16 +289,7 @@ class Controller:
 
         Afterwards the new ranks train, and the others hold nothing. Raises as `switch`.
         """
-        start = time.perf_counter()
-        with passage.in_union():
-            now = gather((self.current, _sizes(self.job.args)) if passage.own_src is not None else None)
-            src_name, src_sizes = next(known for known in now if known is not None)
-            src = self.registry.entries[src_name]
-            if src is not passage.src:
-                own = None if passage.own_src is None else src.holdings[passage.record.old.index(passage.number)]
-                passage.plan_anew(src, own, self.config.transfer.staging_bytes, self.config.keeps_old_state)
-        report = self._report(passage, iteration, started, start)
-        report.src_sizes = src_sizes
+        report = self._report(passage, iteration, started, time.perf_counter())
         said = self._carry_out(passage, report, baton)
         dst = passage.dst
         with report.phase("finish"):
@@ -304,8 +299,8 @@ class Controller:
             else:
                 worlds.take(passage.new)
                 self.job.commit(iteration, anew=True)
+            self.current, self.members = dst.name, passage.record.new
         report.dst_sizes = _sizes(self.job.args)
-        self.current, self.members = dst.name, passage.record.new
         self.registry.forget_plans()
         for entry in list(self.registry.entries.values()):
             if not entry.declared and entry is not dst:
@@ -329,8 +324,9 @@ class Controller:
     def _carry_out(self, passage: Passage, report: SwitchReport, baton):
         """Everything up to the commitment; what fails while it can is taken back."""
         try:
-            with passage.in_union():
+            if passage.union is None:
                 return self._move(passage, report, baton)
+            return self._move_to_other_ranks(passage, report, baton)
         except TransferError:
             raise  # the old state is gone, or ranks can no longer speak with one another
         except Exception as error:
@@ -347,6 +343,52 @@ class Controller:
             self.registry.forget(entry.name)
         if entry is self._considered:
             self._considered = None
+
+    def _move_to_other_ranks(self, passage: Passage, report: SwitchReport, baton):
+        """As `_move`, over the union of old and new ranks, of which one that was being taken in may die at any time. So the old
+        ranks agree in their own world whether all has come about, and tell the others."""
+        said, failure = None, None
+        try:
+            with passage.in_union():
+                with report.phase("prepare"):
+                    self._find_source(passage, report)
+                said = self._move(passage, report, baton)
+        except TransferError as error:
+            if not self.config.keeps_old_state:
+                raise
+            failure = error
+        except (DynaTrainError, RuntimeError) as error:
+            failure = error
+        if failure is not None:
+            worlds.destroy(passage.union)  # whoever still waits in it for one that has gone is woken
+            _let_go_of_frames(failure)
+            failure = LayoutRefused(reason(failure, 1000).partition("; the job cannot go on")[0])
+        if passage.own_src is not None:
+            try:
+                with passage.in_old():
+                    together(LayoutRefused, "the ranks could not be changed", _raise, failure)
+            finally:
+                if passage.number == passage.record.old[0]:
+                    passage.say_outcome(failure is None)
+        elif failure is not None or not passage.hear_outcome():
+            raise failure or LayoutRefused("the job goes on with its old ranks")
+        return said
+
+    def _find_source(self, passage: Passage, report: SwitchReport) -> None:
+        """The layout that is left, which may be another than when the new ranks were made ready: then it is planned anew."""
+        trains = passage.own_src is not None
+        now = gather((self.current, _sizes(self.job.args)) if trains else None)
+        name, report.src_sizes = next(known for known in now if known is not None)
+        if name != passage.src.name:
+            told = [(self.registry.entries[name], self.job.answers[name])] if passage.number == passage.record.old[0] else [None]
+            dist.broadcast_object_list(told, src=passage.record.union.index(passage.record.old[0]))
+            if not trains:
+                self.registry.adopt([told[0][0]])
+                self.job.answers[name] = told[0][1]
+            src = self.registry.entries[name]
+            own = src.holdings[passage.record.old.index(passage.number)] if trains else None
+            passage.plan_anew(src, own, self.config.transfer.staging_bytes, self.config.keeps_old_state)
+            report.src, report.plan, report.totals = name, passage.plan, passage.totals
 
     def _move(self, passage: Passage, report: SwitchReport, baton):
         """Everything of a switch up to the commitment. What can be refused is refused before the first byte moves."""
@@ -414,7 +456,7 @@ class Controller:
                 together(LayoutRefused, "there is no memory for the new state beside the old one", filled.take_all)
             turnover = Turnover.of(plan, rank, passage.memory_before, passage.memory_after)
             exchange = Exchange(turnover, None if keeps else _allocations(old), filled)
-            self._execute(passage, src, dst, exchange)
+            execute(plan, rank, src, dst, timedelta(seconds=self.config.transfer.timeout_seconds), exchange)
         if self.config.verify != "off":
             with report.phase("verify"):
                 differences = (compare_bits(plan.src, plan.dst, rank, src, dst) if before is None
@@ -423,25 +465,6 @@ class Controller:
                          f"the state differs after the switch from {report.src!r} to {report.dst!r}",
                          _same_state, differences, job, carried if passage.own_dst is not None else None)
             report.verify = "ok"
-
-    def _execute(self, passage: Passage, src: list, dst: list, exchange: Exchange) -> None:
-        """Move the state. Where it comes from ranks that keep it to ranks that may die, the former agree among themselves
-        whether it has arrived, in their own world: then the death of a rank that was being taken in ends the switch alone."""
-        timeout = timedelta(seconds=self.config.transfer.timeout_seconds)
-        if passage.union is None or not self.config.keeps_old_state:
-            execute(passage.plan, passage.rank, src, dst, timeout, exchange)
-            return
-        failure = None
-        try:
-            execute(passage.plan, passage.rank, src, dst, timeout, exchange)
-            gather(None)
-        except (TransferError, RuntimeError) as error:
-            failure = LayoutRefused(f"the state did not arrive: {reason(error).partition('; the job')[0]}")
-            if passage.own_src is None:
-                raise failure from error
-        if passage.own_src is not None:
-            with passage.in_old():
-                together(LayoutRefused, "the new ranks could not be filled", _raise, failure)
 
     def _check_that_it_fits(self, passage: Passage) -> None:
         """Raise LayoutRefused if this rank cannot hold what the switch needs at its peak."""

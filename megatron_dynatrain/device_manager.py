@@ -70,12 +70,13 @@ class DeviceManager:
     def want(self, wishes: list[Wish]) -> None:
         """What is to come, the next first. On rank 0 the ranks of the first change are made ready."""
         if self._coordinator is not None:
-            self._coordinator.want(next((wish for wish in wishes if self._controller.changes_ranks(wish.layout)), None))
+            self._coordinator.want(next((wish for wish in wishes if self._controller.is_described(wish.layout)
+                                         and self._controller.changes_ranks(wish.layout)), None))
 
-    def drop(self, number: int) -> None:
-        """An attempt will not be carried out."""
+    def drop(self, number: int, key: str) -> None:
+        """An attempt will not be carried out, for the switch of that key."""
         if self._coordinator is not None:
-            self._board.settle(number, "it is no longer wanted")
+            self._coordinator.again(number, key)
         if self._preparer is not None:
             self._preparer.discard(number)
 
@@ -90,7 +91,7 @@ class DeviceManager:
         absent = self._board.started(number, 2 * patience)
         if absent:
             passage.discard()
-            raise LayoutRefused("another switch came first" if absent == [-1] else
+            raise LayoutRefused("it is no longer wanted" if absent == [-1] else
                                 f"ranks {absent} of the job, which were to be taken in, do not answer")
         return passage
 

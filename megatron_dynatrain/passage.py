@@ -19,6 +19,9 @@ from megatron_dynatrain.registry import Entry
 from megatron_dynatrain.space import Holdings, Memory, World, nothing
 
 
+_PATIENCE_SECONDS = 600.0  # with the old ranks, which are about to say how the change has ended
+
+
 def planned(names: tuple[str, str], src: World, dst: World, own_src: Memory, own_dst: Memory, rank: int, staging_bytes: int,
             keeps_old_state: bool) -> tuple[Plan, Totals, int]:
     """(plan of `rank`, totals of all ranks, peak bytes of `rank`) of the switch between two layouts, `names` in messages.
@@ -64,6 +67,7 @@ class Passage:
     groups: object | None = None
     old: object | None = None
     beside: dict[str, float] = field(default_factory=dict)
+    board: Board | None = None
     began: float = field(default_factory=time.time)
     ended: float = 0.0
 
@@ -105,6 +109,14 @@ class Passage:
             (self.src.name, self.dst.name), self.src.world.renumbered(before), self.dst.world.renumbered(after), self.memory_before,
             self.memory_after, self.rank, staging_bytes, keeps_old_state)
 
+    def say_outcome(self, all_is_well: bool) -> None:
+        """Tell those who were waiting whether they are taken in. By the first old rank."""
+        self.board.say_outcome(self.record.number, all_is_well)
+
+    def hear_outcome(self) -> bool:
+        """Whether they are."""
+        return self.board.hear_outcome(self.record.number, _PATIENCE_SECONDS)
+
     def discard(self) -> None:
         """Destroy the worlds that were made for it. Not collective."""
         for world in (self.new, self.union):
@@ -136,7 +148,8 @@ def form(record: Record, member: int, store, controller) -> Passage:
                     src, dst = _agreed(record, member, rank, controller)
                 own_src = src.holdings[record.old.index(member)] if member in record.old else None
                 own_dst = dst.holdings[record.new.index(member)] if member in record.new else None
-                passage = Passage(src, dst, None, None, 0, rank, own_src, own_dst, record, union, beside=seconds)
+                passage = Passage(src, dst, None, None, 0, rank, own_src, own_dst, record, union, beside=seconds,
+                                  board=Board(store))
                 with _timed(seconds, "plan"):
                     passage._plan(controller.config.transfer.staging_bytes, controller.config.keeps_old_state)
             if own_dst is not None:
@@ -144,6 +157,7 @@ def form(record: Record, member: int, store, controller) -> Passage:
                     passage.new = worlds.make(2 * record.number + 1, record.new.index(member), len(record.new), job.backend,
                                               PrefixStore(f"generation/{record.number}/world", store), patience)
                     passage.groups = job.make_groups_in(passage.new, dst.name, patience)
+        job.trust(union)
         passage.began, passage.ended = began, time.time()
         return passage
     except BaseException:
@@ -161,7 +175,7 @@ def _agreed(record: Record, member: int, rank: int, controller) -> tuple[Entry, 
     teller = record.union.index(record.old[0])
     said = [None]
     if rank == teller:  # a switch of layouts may be going on, at which ranks do not arrive in one moment
-        said = [(controller.current, (registry.described(), job.answers) if record.union != record.old else None)]
+        said = [(controller.current, (registry.described(), dict(job.answers)) if record.union != record.old else None)]
     dist.broadcast_object_list(said, src=teller)
     src_name, known = said[0]
     if known is not None:

@@ -53,8 +53,8 @@ class Registry:
         return self.entries[target]
 
     def described(self) -> list[Entry]:
-        """The declared layouts that were described, for a process that comes to know them (`adopt`)."""
-        return [entry for entry in self.entries.values() if entry.world is not None]
+        """The layouts that were described, for a process that comes to know them (`adopt`)."""
+        return [entry for entry in list(self.entries.values()) if entry.world is not None]
 
     def adopt(self, entries: list[Entry]) -> None:
         """Take what another process knows."""

@@ -143,6 +143,15 @@ class Session:
                                 "written; give a path on storage that the last rank can write to", Report,
                                 path if is_writer else None)
 
+    def _report_file_of_new_rank(self) -> Report:
+        """After a change of ranks, which no file may stop any more."""
+        try:
+            return Report(self.config.report_path if dist.get_rank() == dist.get_world_size() - 1 else None)
+        except OSError as error:
+            print(f"[dynatrain] the report {self.config.report_path} cannot be written by the rank that is the last one now ({error}): "
+                  "events are missing in it from here on; training goes on", file=sys.stderr, flush=True)
+            return Report(None)
+
     def _listen(self, position: Position, store) -> None:
         """Hear what is asked from now on, as a rank that trains."""
         self._requests = Requests(store, dist.get_rank(), dist.get_world_size(), self._look_at_next_boundary,
@@ -211,10 +220,11 @@ class Session:
         dropped = []
         if self._requests.is_armed:
             for message in self._requests.due(iteration):
-                if isinstance(message, Unformed):
-                    self.devices.drop(message.generation)
-                elif isinstance(message, Formed) and message.generation <= self.devices.generation:
-                    continue  # for ranks that have changed meanwhile
+                if isinstance(message, Formed | Unformed):
+                    if message.base != self.devices.generation:
+                        continue  # the ranks have changed meanwhile
+                    if isinstance(message, Unformed):
+                        self.devices.drop(message.generation, message.id)
                 dropped += self._agenda.hear(message, iteration)
         self.pending, superseded = self._agenda.take(iteration)
         if self.devices is not None:
@@ -227,14 +237,15 @@ class Session:
     def _sort_out(self) -> None:
         """Of what is due, what waits for other ranks goes back to the agenda; and ranks that nobody wants any more are let go."""
         self.pending = self._agenda.sort_out(self.pending, self._must_wait_for_ranks)
-        wanted = {wish.key for wish in self._agenda.wishes} | {item.key for item in self.pending}
-        for key in self._agenda.formed.keys() - wanted:
-            self.devices.drop(self._agenda.formed.pop(key))
+        # Who is ready for one thing cannot be made ready for another.
+        next_wish = next((wish.key for wish in self._agenda.wishes if self._must_wait_for_ranks(wish.layout)), None)
+        for key in self._agenda.formed.keys() - {next_wish, *(item.key for item in self.pending)}:
+            self.devices.drop(self._agenda.formed.pop(key), key)
 
     def _must_wait_for_ranks(self, layout: str | Layout) -> bool:
         """Whether a layout needs other ranks. One that was not described yet is taken for one that does not: it is described at the
         boundary, outside of the loop."""
-        return self.controller.changes_ranks(layout) and self.controller.registry.find(layout).world is not None
+        return self.controller.changes_ranks(layout) and self.controller.is_described(layout)
 
     def _drop(self, drop: Dropped, iteration: int) -> None:
         """Say that a switch will not be carried out."""
@@ -282,6 +293,8 @@ class Session:
         number = self._agenda.formed.pop(item.key, None)
         if number is not None:
             self._attempt(item, iteration, lambda: self._cross(self.devices.call_roll(number, iteration), item, iteration))
+            if self.devices.generation != number:
+                self.devices.drop(number, item.key)
             return
         try:
             entry = self.controller.registry.find(item.layout)
@@ -305,10 +318,10 @@ class Session:
         try:
             report, said = self.controller.cross(passage, iteration, self._left_at, baton)
         except BaseException as error:
-            if moved and not isinstance(error, TransferError):
+            if moved and not isinstance(error, TransferError) and self.controller.members == passage.record.old:
                 self._watcher = moved[0].taken(self.config.run_dir, lambda: self.iteration)
                 self._watcher.open(self._told_by_watcher())
-            if not isinstance(error, TransferError):
+            if not isinstance(error, TransferError) and self.controller.members == passage.record.old:
                 passage.discard()
             raise
         if moved:
@@ -322,18 +335,21 @@ class Session:
         if requests is not None:
             requests.stop()
             self.devices.afterwards(requests.close)
+        if passage.own_src is not None:
+            for key, ready in self._agenda.formed.items():
+                self.devices.drop(ready, key)
+        self._agenda.formed.clear()
         self.devices.settle_in(passage)
         self._report = Report(None)
         if self.job.waits:
-            for message_id in list(self._promises):
+            for message_id in set(self._promises) - set(said["item"].ids):
                 self._answer((message_id,), "expired", self.iteration, reason="this rank does not train any more")
             return
-        self._agenda.formed.clear()
         if dist.get_rank() == 0 and said["watcher"] is not None:
             self._watcher = said["watcher"].taken(self.config.run_dir, lambda: self.iteration)
         if self._watcher is not None:
             self._watcher.update(ranks=list(passage.record.new), world_size=len(passage.record.new))
-        self._open_report_file()
+        self._report = self._report_file_of_new_rank()
         self._listen(said["position"], self.devices.membership.store)
 
     def wait(self) -> int:
@@ -386,7 +402,8 @@ class Session:
             self._refuse(item, iteration, error)
             return
         if self.job.waits:
-            self.open_report = None
+            report, self.open_report = self.open_report, None
+            self._answer(item.ids, "done", iteration, result=report)
         elif self.open_report is None:
             self._answer(item.ids, "unchanged", iteration, reason=f"the job is in layout {self.controller.current!r} already")
         else:

@@ -100,7 +100,7 @@ class TestOtherRanks:
         plan.hear(asked(1, "big"), 2)
         assert self.sorted_out(plan, 2) == [] and [wish.key for wish in plan.wishes] == ["1"]
         assert plan.next_iteration == NEVER
-        plan.hear(Formed(id="1", generation=1), 6)
+        plan.hear(Formed(id="1", generation=1, base=0), 6)
         assert plan.next_iteration == 0
         assert self.sorted_out(plan, 6) == ["big"]
         assert plan.wishes == []
@@ -109,7 +109,7 @@ class TestOtherRanks:
         plan = agenda((3, "big"), (4, "a"), (5, "huge"))
         assert self.sorted_out(plan, 3) == [] == self.sorted_out(plan, 4) == self.sorted_out(plan, 5)
         assert [wish.layout for wish in plan.wishes] == ["big", "a", "huge"]
-        plan.hear(Formed(id=plan.wishes[0].key, generation=1), 8)
+        plan.hear(Formed(id=plan.wishes[0].key, generation=1, base=0), 8)
         assert self.sorted_out(plan, 8) == ["big"]  # what comes behind a change of ranks is for the next boundary
         assert self.sorted_out(plan, 9) == ["a"]
         assert [wish.layout for wish in plan.wishes] == ["huge"]
@@ -124,7 +124,7 @@ class TestOtherRanks:
         assert [item.layout for item in plan.sort_out(items, self.needs_ranks)] == ["a"] and plan.wishes == []
 
     def test_one_that_waits_can_be_taken_back_and_refused_and_expires(self):
-        refusal = Unformed(id="1", generation=1, reason="it died")
+        refusal = Unformed(id="1", generation=1, base=0, reason="it died")
         for message, answer in ((Cancel(id="1"), "cancelled"), (refusal, "refused"), (None, "expired")):
             plan = agenda()
             plan.hear(asked(1, "big"), 2)

@@ -92,6 +92,7 @@ DEATHS = {
     "waits": ("megatron_dynatrain.device_manager:form", 3, "refused"),
     "makes-groups": ("megatron_dynatrain.megatron.job:MegatronJob.make_groups_in", 3, "refused"),
     "is-called": ("megatron_dynatrain.elastic.formation:Board.answer", 3, "refused"),
+    "builds-data": ("megatron_dynatrain.megatron.job:MegatronJob.build_data", 3, "refused"),
     "receives": ("megatron_dynatrain.controller:execute", 3, "refused"),
     "has-handed-over": ("megatron_dynatrain.elastic.membership:Membership.leave", 1, "done"),
 }

@@ -21,6 +21,8 @@ from megatron_dynatrain.layout import Layout
 
 _SLEEP_SECONDS = 0.25  # between looks for an attempt
 _TICK_SECONDS = 0.05  # between looks for what becomes of one
+_RETRY_SECONDS = 10.0  # before what has failed is tried again
+_OUTPACED = "another switch came first"
 _AT_BOUNDARY_SECONDS = 0.002  # while training stands still
 ACTIVE_PULSE = "pulse/active"  # raised by rank 0 while the job trains
 _ENDED = "ended"
@@ -135,6 +137,18 @@ class Board:
             time.sleep(_AT_BOUNDARY_SECONDS)
         return json.loads(text)
 
+    def say_outcome(self, number: int, all_is_well: bool) -> None:
+        self.store.set(f"generation/{number}/outcome", "1" if all_is_well else "")
+
+    def hear_outcome(self, number: int, patience: float) -> bool:
+        """What `say_outcome` said. Raises TimeoutError."""
+        deadline = time.monotonic() + patience
+        while (text := self._get(f"generation/{number}/outcome")) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the old ranks did not say within {patience:g} s whether generation {number} has come about")
+            time.sleep(_AT_BOUNDARY_SECONDS)
+        return bool(text)
+
     def arrive(self, number: int) -> None:
         """A rank of the new generation has all that it needs; those that leave may go."""
         self.store.add(f"generation/{number}/arrived", 1)
@@ -226,7 +240,8 @@ class Coordinator:
         self._spares, self._patience, self._size_of, self._tell = spares, patience, size_of, tell
         self._roster = roster.Roster(self._board.store)
         self._wish: Wish | None = None
-        self._answered: set[str] = set()  # keys of what was told to all
+        self._ready: set[str] = set()  # keys of what is ready
+        self._not_before: dict[str, float] = {}  # when what has failed is tried again, by key
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="dynatrain-coordinator", daemon=True)
         self._pulse = roster.Pulse(self._board.store, ACTIVE_PULSE)
@@ -235,6 +250,11 @@ class Coordinator:
     def want(self, wish: Wish | None) -> None:
         """The switch for which ranks are to be made ready; None for none. From the thread that trains, at a boundary."""
         self._wish = wish
+
+    def again(self, number: int, key: str) -> None:
+        """What was ready is let go: it is made anew if it is wanted again."""
+        self._board.clone().settle(number, "it is no longer wanted")
+        self._ready.discard(key)
 
     def stop(self) -> None:
         """Begin nothing any more; an attempt that is open is given up."""
@@ -250,7 +270,9 @@ class Coordinator:
         try:
             while not self._closed:
                 wish = self._wish
-                if wish is not None and wish.key not in self._answered:
+                self._roster.waiting(self._members)  # only who is watched is known to live
+                if wish is not None and wish.key not in self._ready and (
+                        time.monotonic() >= self._not_before.get(wish.key, 0.0)):
                     self._try(wish)
                 time.sleep(_SLEEP_SECONDS)
         except Exception as error:
@@ -262,21 +284,24 @@ class Coordinator:
         try:
             record = self._drafted(wish)
         except roster.Unavailable as error:
-            self._answered.add(wish.key)
-            self._tell(Unformed(id=wish.key, generation=0, reason=str(error)), self._board.store)
+            self._give_up(wish, 0, str(error))
             return
         if record is None:
             return  # training goes on until they are there
         self._board.publish(record)
         failure = self._watched(record)
         if failure is None:
-            self._answered.add(wish.key)
-            self._tell(Formed(id=wish.key, generation=record.number), self._board.store)
+            self._ready.add(wish.key)
+            self._tell(Formed(id=wish.key, generation=record.number, base=self._base), self._board.store)
             return
         self._board.settle(record.number, failure)
         if not self._closed:
-            self._answered.add(wish.key)
-            self._tell(Unformed(id=wish.key, generation=record.number, reason=failure), self._board.store)
+            self._give_up(wish if failure != _OUTPACED else Wish("", wish.layout), record.number, failure)
+
+    def _give_up(self, wish: Wish, number: int, why: str) -> None:
+        """Tell all ranks. An entry of the schedule that is not due stays on the agenda, and is tried again later."""
+        self._not_before[wish.key] = time.monotonic() + _RETRY_SECONDS
+        self._tell(Unformed(id=wish.key, generation=number, base=self._base, reason=why), self._board.store)
 
     def _drafted(self, wish: Wish) -> Record | None:
         size, named = self._size_of(wish.layout)
@@ -310,5 +335,5 @@ class Coordinator:
                 return (f"ranks {silent} of the job were not ready within `elastic.patience_seconds` "
                         f"({self._patience:g} s)")
             if self._closed or self._wish is None or self._wish.key != record.key:
-                return "another switch came first"
+                return _OUTPACED
             time.sleep(_TICK_SECONDS)

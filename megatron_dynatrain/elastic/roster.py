@@ -65,6 +65,7 @@ class Ears:
     def __init__(self, store, seconds: float = DEAD_SECONDS):
         self._store, self._seconds = store, seconds
         self._seen: dict[str, tuple[int, float]] = {}
+        self._changed: set[str] = set()
 
     def hears(self, key: str) -> bool:
         """Whether the count at `key` has changed lately; one that is new gets its time."""
@@ -72,6 +73,14 @@ class Ears:
         if self._seen.get(key, (None, 0.0))[0] != count:
             self._seen[key] = (count, now)
         return now - self._seen[key][1] < self._seconds
+
+    def has_heard(self, key: str) -> bool:
+        """As `hears`, but only once the count was seen to change: one who died long ago is not taken for alive."""
+        before = self._seen.get(key, (None, 0.0))[0]
+        alive = self.hears(key)
+        if before is not None and before != self._seen[key][0]:
+            self._changed.add(key)
+        return alive and key in self._changed
 
 
 def pulse_key(number: int) -> str:
@@ -98,9 +107,9 @@ class Roster:
         return self._ears.hears(pulse_key(number))
 
     def waiting(self, except_for: tuple[int, ...]) -> list[int]:
-        """The numbers that wait and live, ascending."""
+        """The numbers that wait and are known to live, ascending. To be asked now and then, as only who is watched is known to."""
         return [number for number in range(self.count) if number not in except_for
-                and (seat := self.seat(number)) is not None and seat.waits and self.is_alive(number)]
+                and (seat := self.seat(number)) is not None and seat.waits and self._ears.has_heard(pulse_key(number))]
 
 
 class Unavailable(Exception):

@@ -153,6 +153,8 @@ class ParallelStates:
 
     def forget(self, layout: str) -> None:
         """Destroy the groups that only `layout` uses. Collective."""
+        if self._live is None:  # of a process that does not train
+            return
         self._live.of_layout.pop(layout, None)
         if self._live.keys_of_layout.pop(layout, None) is not None:
             self._live.pool.destroy_except(set().union(*self._live.keys_of_layout.values()))

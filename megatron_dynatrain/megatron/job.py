@@ -215,11 +215,16 @@ class MegatronJob:
         if "create_gloo_process_groups" in call:  # a description needs none
             call["create_gloo_process_groups"] = self._validated[name].use_gloo_process_groups
         groups = self.states.make_in(world, name, call, patience)
-        with worlds.entered(world):
-            distributed_c10d._set_pg_timeout(timedelta(minutes=self.args.distributed_timeout_minutes), world.default_pg)
-            if self._device_type == "cuda":
+        self.trust(world)
+        if self._device_type == "cuda":
+            with worlds.entered(world):
                 warm(world)
         return groups
+
+    def trust(self, world) -> None:
+        """From now on operations of a world's default group may take as long as Megatron lets them."""
+        with worlds.entered(world):
+            distributed_c10d._set_pg_timeout(timedelta(minutes=self.args.distributed_timeout_minutes), world.default_pg)
 
     def memory_limit(self, held: Memory) -> int | None:
         """What this rank could hold its state and the scratch of a switch in, given that it holds `held` now: bytes, or None

@@ -101,6 +101,8 @@ class Watcher:
         self._handed_over = True
         self._inbox.put({})
         self._thread.join(timeout)
+        while not self._inbox.empty():
+            self._take_note(self._inbox.get_nowait())
         return Baton(self._status, self._open, self._unwritten)
 
     # The thread.
