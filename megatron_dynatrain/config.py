@@ -150,8 +150,8 @@ def parse(text: str, source: str = "<text>") -> Config:
     named = [name for name, layout in config.layouts.items() if layout.num_ranks is not None]
     if config.elastic is None and named:
         raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{named[0]}` says how many ranks it wants, and the "
-                          "ranks of the job change with `dynatrain.elastic` alone; add it (`elastic: {}`), or leave world_size and ranks "
-                          "out")
+                          "ranks of the job change with `dynatrain.elastic` alone; add it (`elastic: {}`), or leave world_size "
+                          "and ranks out")
     if LAUNCH in config.layouts:
         raise ConfigError(f"--dynatrain-config {source}: `dynatrain.layouts.{LAUNCH}`: {LAUNCH!r} is the layout of the command "
                           "line and cannot be declared; choose another name")

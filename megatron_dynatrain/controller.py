@@ -477,8 +477,8 @@ class Controller:
             raise LayoutRefused(
                 f"the switch does not fit into memory: it needs up to {in_bytes(peak)} at once for the states and the scratch"
                 f"{both if self.config.keeps_old_state else ''}, of which {in_bytes(passage.memory_before.state_bytes)} is the old "
-                f"state, {in_bytes(passage.memory_after.state_bytes)} the new one and {in_bytes(self.config.transfer.staging_bytes)} "
-                f"`transfer.staging_bytes`; {source} allows {in_bytes(limit)}")
+                f"state, {in_bytes(passage.memory_after.state_bytes)} the new one and "
+                f"{in_bytes(self.config.transfer.staging_bytes)} `transfer.staging_bytes`; {source} allows {in_bytes(limit)}")
 
 
 def _raise(error: Exception | None) -> None:

@@ -148,14 +148,14 @@ class Session:
         try:
             return Report(self.config.report_path if dist.get_rank() == dist.get_world_size() - 1 else None)
         except OSError as error:
-            print(f"[dynatrain] the report {self.config.report_path} cannot be written by the rank that is the last one now ({error}): "
-                  "events are missing in it from here on; training goes on", file=sys.stderr, flush=True)
+            print(f"[dynatrain] the report {self.config.report_path} cannot be written by the rank that is the last one now "
+                  f"({error}): events are missing in it from here on; training goes on", file=sys.stderr, flush=True)
             return Report(None)
 
     def _listen(self, position: Position, store) -> None:
         """Hear what is asked from now on, as a rank that trains."""
         self._requests = Requests(store, dist.get_rank(), dist.get_world_size(), self._look_at_next_boundary,
-                                             0 if self.devices is None else self.devices.generation, position)
+                                  0 if self.devices is None else self.devices.generation, position)
         if self.devices is not None:
             self.devices.train(is_first=dist.get_rank() == 0)
         if self._watcher is not None:
