@@ -292,6 +292,7 @@ class Session:
         """Go on with other ranks, if they are ready; otherwise when they are."""
         number = self._agenda.formed.pop(item.key, None)
         if number is not None:
+            self.devices.want([])  # whatever is begun now would be for ranks that are about to change
             self._attempt(item, iteration, lambda: self._cross(self.devices.call_roll(number, iteration), item, iteration))
             if self.devices.generation != number:
                 self.devices.drop(number, item.key)

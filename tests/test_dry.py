@@ -159,3 +159,24 @@ def test_random_pairs(jobs, tmp_path_factory, drawn):
     record, = result.records("pairs")
     assert record["wrong"] is None
     assert record["refused"] is None or "cannot be trained here" in record["refused"]
+
+
+def test_another_thread_keeps_the_functions_that_one_thread_replaces():
+    """The next generation is made ready in a thread while a switch may build from its record."""
+    from threading import Thread
+
+    import torch.distributed as dist
+
+    from megatron_dynatrain.megatron.conversation import from_record
+
+    original, seen = dist.broadcast, []
+    dist.broadcast = lambda *args: seen.append(args)
+    try:
+        with from_record([]):
+            dist.broadcast("here")
+            thread = Thread(target=lambda: dist.broadcast("there"))
+            thread.start()
+            thread.join()
+    finally:
+        dist.broadcast = original
+    assert seen == [("there",)]

@@ -120,7 +120,7 @@ def test_a_process_that_dies_takes_nobody_with_it(jobs, tmp_path, death):
 
 def test_twenty_changes_leave_nothing_behind(jobs, tmp_path):
     layouts = {"two": {"ranks": [0, 1], "tensor_model_parallel_size": 2}, "four": layout(4, tp=2)}
-    result = jobs.run(tmp_path / "job", 4, {"train-iters": 190, "tensor-model-parallel-size": 2}, {
+    result = jobs.run(tmp_path / "job", 4, {"train-iters": 400, "tensor-model-parallel-size": 2}, {
         "layouts": layouts, "schedule": schedule(*((1 + i, ("two", "four")[i % 2]) for i in range(20))), "verify": "digest",
         "run_dir": str(tmp_path / "run"), "elastic": {"spares": 2}}, probe="probes:count_elastic").assert_ok()
     assert len(members(result)) == 20

@@ -8,6 +8,7 @@ written. (Calls in megatron-core 0.19: `optimizer._get_param_groups`, `LanguageM
 """
 
 import contextlib
+import threading
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -17,16 +18,24 @@ _NEEDLESS = ("all_reduce", "broadcast", "barrier")
 
 @contextlib.contextmanager
 def _replaced(**functions):
+    """Inside, the calling thread has other functions of torch.distributed. Another one, which makes the next generation ready, has
+    those that there are."""
     kept = {name: getattr(dist, name) for name in functions}
     try:
         for name, function in functions.items():
-            setattr(dist, name, function)
-            setattr(distributed_c10d, name, function)
+            of_thread = _in_this_thread(function, kept[name])
+            setattr(dist, name, of_thread)
+            setattr(distributed_c10d, name, of_thread)
         yield
     finally:
         for name, function in kept.items():
             setattr(dist, name, function)
             setattr(distributed_c10d, name, function)
+
+
+def _in_this_thread(function, elsewhere):
+    own = threading.get_ident()
+    return lambda *args, **kwargs: (function if threading.get_ident() == own else elsewhere)(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -153,8 +153,9 @@ class MegatronJob:
         except Exception as error:
             raise LayoutRefused(f"Megatron cannot build rank {rank} of it: {reason(error)}") from error
         finally:
-            vars(args).clear()
             vars(args).update(kept)
+            for name in vars(args).keys() - kept.keys():
+                delattr(args, name)
             self.states.restore(live_groups)
 
     def said(self, name: str) -> list:
