@@ -303,7 +303,7 @@ class Controller:
         report.dst_sizes = _sizes(self.job.args)
         self.registry.forget_plans()
         for entry in list(self.registry.entries.values()):
-            if not entry.declared and entry is not dst:
+            if not entry.declared and entry.name != dst.name:
                 self.job.forget(entry.name)
                 self.registry.forget(entry.name)
             elif passage.own_dst is not None:
@@ -364,12 +364,14 @@ class Controller:
             _let_go_of_frames(failure)
             failure = LayoutRefused(reason(failure, 1000).partition("; the job cannot go on")[0])
         if passage.own_src is not None:
+            all_is_well = False
             try:
                 with passage.in_old():
                     together(LayoutRefused, "the ranks could not be changed", _raise, failure)
+                all_is_well = True
             finally:
                 if passage.number == passage.record.old[0]:
-                    passage.say_outcome(failure is None)
+                    passage.say_outcome(all_is_well)
         elif failure is not None or not passage.hear_outcome():
             raise failure or LayoutRefused("the job goes on with its old ranks")
         return said
