@@ -30,7 +30,7 @@ def members(result):
 # The data-parallel sizes are 2, 3, 2, 3, 5, 2.
 ROUTES = {
     "dense": ({}, {"a": layout(6, tp=2), "b": layout(8, tp=2, pp=2), "c": layout(3), "d": layout(5), "e": layout(4, pp=2)}),
-    "moe": ({**MOE, "num-experts": 6, "expert-model-parallel-size": 2, "sequence-parallel": True},
+    "moe": ({**MOE, "num-layers": 2, "num-experts": 6, "expert-model-parallel-size": 2, "sequence-parallel": True},
             {"a": moe(6, ep=3, tp=2), "b": moe(8, ep=2, tp=2, pp=2), "c": moe(3, ep=3), "d": moe(5, ep=1),
              "e": moe(4, ep=2, pp=2)}),
 }
