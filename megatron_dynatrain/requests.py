@@ -1,7 +1,7 @@
 """Messages from any rank of a running job to all, without a word between ranks while there is none.
 
 A message is put into the job's own key-value store (the rendezvous store of torch.distributed). On every rank one thread waits
-there for the next message, twice a second. When there is a message it *arms* its
+there for the next message, some times a second. When there is a message it *arms* its
 rank, and only armed ranks look into the store at iteration boundaries. So an idle step costs nothing.
 
 All ranks must take note at the same boundary. Rank 0 decides: when every rank is armed, it publishes, at the end of
@@ -14,6 +14,7 @@ has stopped (`Position`).
 
 import json
 import threading
+import time
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +22,10 @@ import msgspec
 from megatron_dynatrain.agenda import Message
 
 _PREFIX = "megatron_dynatrain"
-_SLEEP_SECONDS = 0.5  # asking: a store that is asked to wait writes two warnings each time that nothing has come
+# The thread asks again and again, as a store that is asked to wait writes two warnings each time that nothing has come: the more
+# ranks ask, the more rarely; and for a moment often, as messages come in company.
+_SLEEP_SECONDS, _MORE_PER_RANK = 0.05, 2e-4
+_AWAKE_SECONDS, _NAP_SECONDS = 0.05, 0.002
 _DECODER = msgspec.json.Decoder(Message)
 
 
@@ -79,6 +83,7 @@ class Requests:
         store.set(f"{_PREFIX}/request/{ticket}", msgspec.json.encode(message))
 
     def _wait(self) -> None:
+        awake_until, sleep = 0.0, _SLEEP_SECONDS + _MORE_PER_RANK * self._world_size
         while not self._closed.is_set():
             ticket = self._armed + 1
             try:
@@ -86,8 +91,9 @@ class Requests:
             except Exception:
                 return  # the store is gone: the job is ending
             if not has_come:
-                self._closed.wait(_SLEEP_SECONDS)
+                self._closed.wait(_NAP_SECONDS if time.monotonic() < awake_until else sleep)
                 continue
+            awake_until = time.monotonic() + _AWAKE_SECONDS
             self._armed = ticket
             self._on_armed()
             self._waiting_store.add(f"{self._counter}/{ticket}", 1)
