@@ -148,8 +148,7 @@ class Agenda:
             case Cost():
                 self._costs.append(message)
             case Cancel():
-                found = [switch for _, switch in self._asked if switch.id == message.id]
-                self._asked = [(at, switch) for at, switch in self._asked if switch.id != message.id]
+                found = self._no_longer_asked(message.id)
                 found += [Switch(id=message.id, layout=item.layout) for item in self._waiting if message.id in item.ids]
                 kept = [replace(item, ids=tuple(other for other in item.ids if other != message.id)) for item in self._waiting]
                 self._waiting = [new for new, old in zip(kept, self._waiting, strict=True) if new.ids or not old.ids]
@@ -158,9 +157,7 @@ class Agenda:
                 self.formed[message.id] = message.generation
             case Unformed():
                 self.formed.pop(message.id, None)
-                found = [switch for _, switch in self._asked if switch.id == message.id]
-                self._asked = [(at, switch) for at, switch in self._asked if switch.id != message.id]
-                found += self._no_longer_waiting(lambda key: key == message.id)
+                found = self._no_longer_asked(message.id) + self._no_longer_waiting(lambda key: key == message.id)
                 return [Dropped(switch, "refused", message.reason) for switch in found]
             case Switch():
                 if message.id in (switch.id for _, switch in self._asked) or message.id in self._ids_waiting:
@@ -200,6 +197,12 @@ class Agenda:
     @property
     def _ids_waiting(self) -> set[str]:
         return {message_id for item in self._waiting for message_id in item.ids}
+
+    def _no_longer_asked(self, message_id: str) -> list[Switch]:
+        """Take a request that is not due off the agenda."""
+        found = [switch for _, switch in self._asked if switch.id == message_id]
+        self._asked = [(at, switch) for at, switch in self._asked if switch.id != message_id]
+        return found
 
     def _no_longer_waiting(self, which) -> list[Switch]:
         """Take what waits under such keys off the agenda: the requests for it. An entry of the schedule is nobody's request."""

@@ -236,7 +236,7 @@ class Controller:
         together(LayoutRefused, what, self.job.check, entry.name, entry.layout)
         size, _ = self.size_of(entry.layout)
         gathered = share(LayoutRefused, what, lambda: (None, self._describe_share(entry.name, size)))[1]
-        of_rank = {rank: described for share in gathered for rank, described in share.items()}
+        of_rank = {rank: described for part in gathered for rank, described in part.items()}
         self.job.hear(entry.name, [of_rank[rank][1] for rank in range(size)])
         holdings = {rank: of_rank[rank][0] for rank in range(size)}
         entry.own = holdings.get(self.rank)

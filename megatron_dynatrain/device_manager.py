@@ -104,7 +104,6 @@ class DeviceManager:
         if self._pulse is not None and passage.own_dst is not None:
             self._pulse.stop()
             self._pulse = None
-        self.left_for_good = False  # whether this process is to end, as the job does not need it
         self._left += [functools.partial(worlds.destroy, world) for world in (passage.old, passage.union)
                        if world is not None]
         if passage.own_dst is not None:

@@ -1,8 +1,8 @@
 """Messages from any rank of a running job to all, without a word between ranks while there is none.
 
-A message is put into the job's own key-value store (the rendezvous store of torch.distributed). On every rank one thread waits
-there for the next message, some times a second. When there is a message it *arms* its
-rank, and only armed ranks look into the store at iteration boundaries. So an idle step costs nothing.
+A message is put into the job's own key-value store (the rendezvous store of torch.distributed). On every rank one thread asks
+there for the next message, some times a second. When there is a message it *arms* its rank, and only armed ranks look into the
+store at iteration boundaries. So an idle step costs nothing.
 
 All ranks must take note at the same boundary. Rank 0 decides: when every rank is armed, it publishes, at the end of
 iteration c and before it starts c + 1, that the messages count from c + 1 on. A rank that finishes c + 1 finds the decision in

@@ -130,24 +130,25 @@ class Board:
 
     def started(self, number: int, patience: float) -> list[int]:
         """Who was absent, as rank 0 found. Raises TimeoutError where it does not say so within `patience` seconds."""
-        key, deadline = f"generation/{number}/start", time.monotonic() + patience
+        return json.loads(self._awaited(f"generation/{number}/start", patience,
+                                        f"rank 0 did not say within {patience:g} s who takes part in generation {number}"))
+
+    def _awaited(self, key: str, patience: float, failure: str) -> bytes:
+        """What stands under `key` as soon as it does, while training stands still. Raises TimeoutError(failure)."""
+        deadline = time.monotonic() + patience
         while (text := self._get(key)) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank 0 did not say within {patience:g} s who takes part in generation {number}")
+                raise TimeoutError(failure)
             time.sleep(_AT_BOUNDARY_SECONDS)
-        return json.loads(text)
+        return text
 
     def say_outcome(self, number: int, all_is_well: bool) -> None:
         self.store.set(f"generation/{number}/outcome", "1" if all_is_well else "")
 
     def hear_outcome(self, number: int, patience: float) -> bool:
         """What `say_outcome` said. Raises TimeoutError."""
-        deadline = time.monotonic() + patience
-        while (text := self._get(f"generation/{number}/outcome")) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the old ranks did not say within {patience:g} s whether generation {number} has come about")
-            time.sleep(_AT_BOUNDARY_SECONDS)
-        return bool(text)
+        return bool(self._awaited(f"generation/{number}/outcome", patience,
+                                  f"the old ranks did not say within {patience:g} s whether generation {number} has come about"))
 
     def arrive(self, number: int) -> None:
         """A rank of the new generation has all that it needs; those that leave may go."""
@@ -163,7 +164,8 @@ class Board:
 
     @property
     def ended(self) -> str | None:
-        return self.store.get(_ENDED).decode() if self.store.check([_ENDED]) else None
+        text = self._get(_ENDED)
+        return None if text is None else text.decode()
 
 
 class Preparer:
@@ -269,20 +271,19 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while not self._closed:
-                wish = self._wish
-                self._roster.waiting(self._members)  # only who is watched is known to live
+                wish, waiting = self._wish, self._roster.waiting(self._members)  # always: only who is watched is known to live
                 if wish is not None and wish.key not in self._ready and (
                         time.monotonic() >= self._not_before.get(wish.key, 0.0)):
-                    self._try(wish)
+                    self._try(wish, waiting)
                 time.sleep(_SLEEP_SECONDS)
         except Exception as error:
             if not self._closed:
                 print(f"[dynatrain] no more ranks can be made ready ({reason(error)}); training goes on", file=sys.stderr,
                       flush=True)
 
-    def _try(self, wish: Wish) -> None:
+    def _try(self, wish: Wish, waiting: list[int]) -> None:
         try:
-            record = self._drafted(wish)
+            record = self._drafted(wish, waiting)
         except roster.Unavailable as error:
             self._give_up(wish, 0, str(error))
             return
@@ -303,9 +304,8 @@ class Coordinator:
         self._not_before[wish.key] = time.monotonic() + _RETRY_SECONDS
         self._tell(Unformed(id=wish.key, generation=number, base=self._base, reason=why), self._board.store)
 
-    def _drafted(self, wish: Wish) -> Record | None:
+    def _drafted(self, wish: Wish, waiting: list[int]) -> Record | None:
         size, named = self._size_of(wish.layout)
-        waiting = self._roster.waiting(self._members)
         count = self._roster.count
         gone = tuple(number for number in named or () if number < count and number not in self._members
                      and (seat := self._roster.seat(number)) is not None and not seat.waits)

@@ -7,7 +7,7 @@ from argparse import Namespace
 from megatron_dynatrain.errors import ConfigError
 
 # Arguments that say where a process is, not what the job is.
-_OF_PROCESS = {"rank", "world_size", "local_rank", "dynatrain_join", "local_world_size", "inprocess_active_world_size"}
+OF_PROCESS = {"rank", "world_size", "local_rank", "dynatrain_join", "local_world_size", "inprocess_active_world_size"}
 _PACKAGES = ("torch", "megatron-core", "megatron_dynatrain", "numpy", "transformer-engine", "apex")
 
 
@@ -19,7 +19,7 @@ def fingerprint(raw: Namespace, config_text: str) -> dict[str, str]:
             facts[f"version of {package}"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[f"version of {package}"] = "none"
-    facts |= {f"--{name.replace('_', '-')}": repr(value) for name, value in sorted(vars(raw).items()) if name not in _OF_PROCESS}
+    facts |= {f"--{name.replace('_', '-')}": repr(value) for name, value in sorted(vars(raw).items()) if name not in OF_PROCESS}
     return {**facts, "the file of --dynatrain-config": config_text}
 
 

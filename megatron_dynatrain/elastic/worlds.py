@@ -96,7 +96,7 @@ def entered(world):
         local.world = before
 
 
-def make(number: int, rank: int, size: int, backend: str, store, timeout: timedelta, device=None) -> TorchWorld:
+def make(number: int, rank: int, size: int, backend: str, store, timeout: timedelta) -> TorchWorld:
     """A new world with its default group, beside those that there are. Collective over its `size` ranks; from any thread.
 
     store: shared by them, and by nobody else. timeout: of the default group's operations.
@@ -105,7 +105,7 @@ def make(number: int, rank: int, size: int, backend: str, store, timeout: timede
     hook, method = sys.excepthook, distributed_c10d._default_pg_init_method  # torch sets both for the process
     try:
         with entered(world):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except BaseException:
         destroy(world)
         raise

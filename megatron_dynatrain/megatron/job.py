@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from megatron_dynatrain import late
 from megatron_dynatrain.device_map import DeviceMap
 from megatron_dynatrain.elastic import worlds
+from megatron_dynatrain.elastic.joining import OF_PROCESS
 from megatron_dynatrain.errors import DynaTrainError, LayoutRefused, reason
 from megatron_dynatrain.layout import Layout
 from megatron_dynatrain.megatron import alike, carry, conversation, describe, rng
@@ -25,9 +26,6 @@ from megatron_dynatrain.megatron.dry import dry_world, idle_world
 from megatron_dynatrain.megatron.groups import ParallelStates, WorldGroups, forget_groups
 from megatron_dynatrain.megatron.writers import Writers
 from megatron_dynatrain.space import Holdings, Memory
-
-
-_OF_PROCESS = ("rank", "world_size", "local_rank", "dynatrain_join")  # arguments that differ from process to process
 
 
 @dataclass(slots=True)
@@ -256,7 +254,7 @@ class MegatronJob:
     def progress(self) -> dict:
         """How far training has come: the arguments that Megatron changes while it trains."""
         return {name: value for name, value in vars(self.args).items()
-                if name not in _OF_PROCESS and isinstance(value, (int, float, str, type(None)))
+                if name not in OF_PROCESS and isinstance(value, (int, float, str, type(None)))
                 and (name not in self.live.args or getattr(self.live.args, name) != value)}
 
     def take_world(self, groups: WorldGroups, rank: int, world_size: int, progress: dict) -> None:
@@ -332,9 +330,7 @@ class MegatronJob:
         collective."""
         old, new = self.live, self._next
         old_args = old.args
-        shut_down(list(old.iterators.values()))
-        release(old.model, old.optimizer)
-        forget_groups()
+        _part_with(old)
         old.model[:] = new.model  # pretrain holds this very list
         new.model = old.model
         self.live, self._next, self._next_state = new, None, None
@@ -352,9 +348,7 @@ class MegatronJob:
     def retire(self) -> None:
         """This process trains no more: give everything back but what it needs to be taken in again. Not collective."""
         old = self.live
-        shut_down(list(old.iterators.values()))
-        release(old.model, old.optimizer)
-        forget_groups()
+        _part_with(old)
         old.model[:] = []  # pretrain holds this very list
         self.live, self.waits, self._streams = Live(old.model, None, None, {}, old.args), True, None
         self.log_totals = None
@@ -391,6 +385,13 @@ class MegatronJob:
         self._validated.pop(name, None)
         self.answers.pop(name, None)
         self.states.forget(name)
+
+
+def _part_with(old: Live) -> None:
+    """Cut what would keep alive the objects of a layout that is left."""
+    shut_down(list(old.iterators.values()))
+    release(old.model, old.optimizer)
+    forget_groups()
 
 
 def _on(device: str, totals: dict | None) -> dict | None:
