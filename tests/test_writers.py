@@ -151,8 +151,8 @@ def test_rank_0_says_one_line_a_phase(switched):
 # The rest needs no job.
 
 def report(iteration, src, dst, **more):
-    return SimpleNamespace(iteration=iteration, src="a", dst="b", src_sizes=src, dst_sizes=dst, stall_seconds=1.5,
-                           phases={"transfer": 1.0}, peak_memory_bytes=None,
+    return SimpleNamespace(iteration=iteration, src="a", dst="b", src_sizes=src, dst_sizes=dst, src_ranks=(), dst_ranks=(),
+                           stall_seconds=1.5, phases={"transfer": 1.0}, peak_memory_bytes=None,
                            totals=SimpleNamespace(moved_bytes=8, minimum_bytes=8, max_rank_bytes=4), **more)
 
 
