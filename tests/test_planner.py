@@ -248,3 +248,21 @@ def test_the_plan_is_that_of_the_live_job(jobs, tmp_path, kind):
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["plan_hash"] == event["plan_hash"]
     assert (found["moved_bytes"], found["num_windows"]) == (event["moved_bytes"], event["windows"])
+
+
+def test_the_plan_of_a_change_of_ranks_is_that_of_the_live_job(jobs, tmp_path):
+    """Ranks 0 and 1 train, 2 and 3 wait; then 1, 2 and 3 train."""
+    target = {"ranks": [1, 2, 3], "tensor_model_parallel_size": 1}
+    arguments = {"tensor-model-parallel-size": 2, "global-batch-size": 12, "bf16": True}
+    live = jobs.run(tmp_path / "live", 4, {**arguments, "train-iters": 40}, {
+        "layouts": {"others": target}, "schedule": [{"at_iteration": 2, "layout": "others"}], "run_dir": str(tmp_path / "run"),
+        "elastic": {"world_size": 2, "spares": 2}}, probe="probes:paced", seconds=0.1).assert_ok()
+    event, = live.events_of("switch")
+    merged = {**MODEL, **TRAINING, **CPU, "mock-data": True, **arguments}
+    shown = plan("--world-size", 2, "--to", "ranks=[1,2,3],tensor_model_parallel_size=1", "--no-cache", "--json",
+                 tmp_path / "plan.json", "--", ROOT / "scripts" / "pretrain_gpt.py", *words_of(merged)).stdout
+    found = json.loads((tmp_path / "plan.json").read_text())
+    for name in ("plan_hash", "moved_bytes", "from_ranks", "to_ranks"):
+        assert found[name] == event[name], name
+    assert (found["num_windows"], found["world_size"], found["world_size_after"]) == (event["windows"], 2, 3)
+    assert "2 are taken in, 1 leave or wait" in shown

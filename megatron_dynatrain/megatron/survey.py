@@ -57,11 +57,12 @@ def _job(task: dict):
 
 
 def _describe(job, name: str, layout: Layout, world_size: int, number: int, count: int):
-    """{rank: Holdings} of this process's share: every `count`-th list of ranks alike."""
+    """{rank: Holdings} of this process's share: every `count`-th list of ranks alike. world_size: of the launch."""
+    size = layout.num_ranks or world_size
     try:
         job.check(name, layout)
-        return {rank: held for ranks in job.ranks_alike(name, world_size)[number::count]
-                for rank, held in job.describe_alike(name, ranks, world_size).items()}
+        return {rank: held for ranks in job.ranks_alike(name, size)[number::count]
+                for rank, held in job.describe_alike(name, ranks, size).items()}
     except DynaTrainError as error:
         raise type(error)(f"layout {name!r}: {error}") from error
 

@@ -29,33 +29,34 @@ class Cluster:
         """Bytes a second of a node's network."""
         return self.gpu_link * self.gpus_per_node
 
-    def bound(self, plan: Plan) -> tuple[float, str]:
+    def bound(self, plan: Plan, numbers: np.ndarray | None = None) -> tuple[float, str]:
         """(seconds, the link that takes them): no switch that moves the bytes of this plan between the same ranks is faster.
 
+        numbers: int64, where each rank of the plan sits, counted over all nodes; None where that is its own number.
         The busiest link at its full speed from beginning to end: bytes over the network of each node, and bytes inside of the
         node over the link of each GPU, sent and received apart.
         """
         links = [(seconds.max(initial=0.0), int(seconds.argmax()) if seconds.size else 0, what, does)
-                 for what, does, seconds in self._busy(plan)]
+                 for what, does, seconds in self._busy(plan, np.arange(_num_ranks(plan)) if numbers is None else numbers)]
         seconds, number, what, does = max(links, key=lambda link: link[0], default=(0.0, 0, "", ""))
         return float(seconds), f"{what} {number} {does}" if seconds else "nothing moves"
 
-    def estimate(self, plan: Plan) -> float:
+    def estimate(self, plan: Plan, numbers: np.ndarray | None = None) -> float:
         """Seconds that the transfer of a plan takes, about: the bound, the starts of the windows of the rank that walks most, and
         one reading and one writing of each byte for packing, unpacking and local copies, on the rank that has most to do.
 
-        Left out: ranks that wait for one another, building the new model, groups, data.
+        Left out: ranks that wait for one another, building the new model, groups, data. numbers: as for `bound`.
         """
         size = _num_ranks(plan)
         touched = (np.bincount(plan.src_rank, plan.nbytes, size)
                    + np.bincount(plan.dst_rank[plan.crosses], plan.nbytes[plan.crosses], size)).max(initial=0)
-        return self.bound(plan)[0] + plan.num_windows * self.window_seconds + float(2 * touched / self.gpu_memory_speed)
+        return self.bound(plan, numbers)[0] + plan.num_windows * self.window_seconds + float(2 * touched / self.gpu_memory_speed)
 
-    def _busy(self, plan: Plan):
+    def _busy(self, plan: Plan, numbers: np.ndarray):
         """(kind of link, direction, seconds [num_links]) of every kind of link and direction."""
-        nbytes, src, dst = (column[plan.crosses] for column in (plan.nbytes, plan.src_rank, plan.dst_rank))
+        nbytes, src, dst = plan.nbytes[plan.crosses], *(numbers[side[plan.crosses]] for side in (plan.src_rank, plan.dst_rank))
         outside = src // self.gpus_per_node != dst // self.gpus_per_node
-        num_ranks = _num_ranks(plan)
+        num_ranks = int(numbers.max(initial=-1)) + 1
         num_nodes = -(-num_ranks // self.gpus_per_node)
         for what, does, rows, link, num_links, speed in (
                 ("the network of node", "sends", outside, src // self.gpus_per_node, num_nodes, self.node_link),

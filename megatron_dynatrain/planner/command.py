@@ -6,7 +6,11 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
+from msgspec import UNSET
+
 from megatron_dynatrain.config import parse_layout
+from megatron_dynatrain.elastic import roster
 from megatron_dynatrain.errors import ConfigError, DynaTrainError, LayoutRefused
 from megatron_dynatrain.flags import positive
 from megatron_dynatrain.layout import LAUNCH, Layout
@@ -24,7 +28,8 @@ plan is made and checked as in the job, and costed.
       --from 'tensor_model_parallel_size=8,pipeline_model_parallel_size=4' --to 'tensor_model_parallel_size=4'
   python -m megatron_dynatrain plan --world-size 64 --to 'pipeline_model_parallel_size=8' -- pretrain_gpt.py <its arguments>
 
-A layout is a list of Megatron's argument names with values; what --to leaves out stays as in the launch.
+A layout is a list of Megatron's argument names with values; what --to leaves out stays as in the launch. With world_size=N or
+ranks=[...] it is for other ranks than those of the launch: what growing and shrinking cost.
 
 The exit code is 0, also for a plan that does not fit into the GPU's memory, which is said; 2 for a switch that Megatron or this
 package refuses, with the reason (with --json also in the file), and for a wrong command line.
@@ -41,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                       "script a change of the launch's, which is the default")
     what.add_argument("--to", dest="dst", metavar="LAYOUT", required=True, help="the layout after; what it leaves out stays "
                       "as in the launch")
-    what.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks")
+    what.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks of the launch")
     what.add_argument("--staging-bytes", type=positive, default=DEFAULT_STAGING_BYTES, metavar="N", help="scratch of a "
                       "rank: transfer.staging_bytes of a job (%(default)s)")
     links = parser.add_argument_group("the cluster")
@@ -113,7 +118,11 @@ def planned(flags: argparse.Namespace) -> tuple[Layout, Layout, Forecast]:
         if flags.src is None:
             raise ConfigError("plan: --model leaves the layout before open; give it with --from, as in "
                               "--from 'tensor_model_parallel_size=4,pipeline_model_parallel_size=8'")
-        job, layouts = model_file.job_of(flags.model, src), {LAUNCH: Layout(), "to": dst}
+        if src.num_ranks not in (None, flags.world_size):
+            raise ConfigError(f"plan: --from is for {src.num_ranks} ranks, but --world-size is {flags.world_size}: with --model "
+                              "the layout before is that of the launch; give the same number of ranks")
+        launch = msgspec.structs.replace(src, world_size=UNSET, ranks=UNSET)
+        job, layouts = model_file.job_of(flags.model, launch), {LAUNCH: Layout(), "to": dst}
     else:
         if not Path(flags.script[0]).is_file():
             raise ConfigError(f"plan: the script {flags.script[0]} does not exist; give its path after --")
@@ -121,7 +130,16 @@ def planned(flags: argparse.Namespace) -> tuple[Layout, Layout, Forecast]:
         layouts = {"from" if src.arguments() else LAUNCH: src, "to": dst}
     cache = None if flags.no_cache else Path(flags.cache) if flags.cache else survey.default_cache()
     before, after = survey.describe(job, layouts, flags.world_size, flags.jobs, cache).values()
-    return src, dst, forecast(before, after, cluster_of(flags), flags.staging_bytes)
+    return src, dst, forecast(before, after, cluster_of(flags), flags.staging_bytes, *_members(src, dst, flags.world_size))
+
+
+def _members(src: Layout, dst: Layout, launched: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks that train before and after, as the job would choose them where a layout does not name them."""
+    old, new = (tuple(sorted(layout.ranks)) if layout.ranks is not UNSET else None for layout in (src, dst))
+    old = old or tuple(range(src.num_ranks or launched))
+    size = dst.num_ranks or launched
+    others = [number for number in range(size + len(old)) if number not in old]
+    return old, new or roster.choose(size, None, old, others, size + len(old))
 
 
 def cluster_of(flags: argparse.Namespace) -> Cluster:

@@ -51,9 +51,9 @@ def _scaled(maximum: float) -> tuple[float, str]:
 def _traffic(found: Forecast):
     plan = found.plan
     crosses = plan.crosses
-    size = len(plan.src.ranks)
-    matrix = np.bincount(plan.src_rank[crosses] * size + plan.dst_rank[crosses], plan.nbytes[crosses],
-                         size * size).reshape(size, size)
+    size = int(found.ranks.max()) + 1
+    src, dst = (found.ranks[side[crosses]] for side in (plan.src_rank, plan.dst_rank))
+    matrix = np.bincount(src * size + dst, plan.nbytes[crosses], size * size).reshape(size, size)
     scale, unit = _scaled(matrix.max(initial=0))
     figure, axes = plt.subplots(figsize=(7.5, 6.5))
     if matrix.any():
@@ -74,8 +74,9 @@ def _traffic(found: Forecast):
 
 
 def _ranks(found: Forecast):
-    ranks = np.arange(len(found.sent_bytes))
-    stays = found.dst.state_bytes - found.received_bytes
+    ranks, after = found.ranks, np.zeros(len(found.ranks))
+    after[found.dst.world.ranks] = found.dst.state_bytes
+    stays = after - found.received_bytes
     scale, unit = _scaled(max(found.dst.state_bytes.max(), found.sent_bytes.max()))
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 5.5), sharex=True, height_ratios=(2, 1))
     upper.bar(ranks, stays / scale, width=1.0, color="tab:blue", label="holds already")
@@ -104,15 +105,16 @@ def _tensor(found: Forecast, titles):
     for row, field in enumerate(rows):
         for column, survey in enumerate((found.src, found.dst)):
             tensor = next(t for t in survey.world.tensors if (t.key, t.field) == (key, field))
-            _draw_owners(axes[row, column], survey.world, tensor)
+            _draw_owners(axes[row, column], survey.world, found.ranks, tensor)
             axes[row, column].set_title(f"{titles[column]}\n{'weight' if field == 'weight' else f'state {field}'}", fontsize=9)
     first = ", ".join(["0"] * (len(tensor.shape) - 2) + [":", ":"])
     figure.suptitle(f"Who holds {key}[{first}] of shape {tensor.shape}", fontsize=10)
     return figure
 
 
-def _draw_owners(axes, world: World, tensor: LogicalTensor) -> None:
-    """Paint which rank holds each element, at the first index of all axes but the last two; replicas as '+n'."""
+def _draw_owners(axes, world: World, numbers: np.ndarray, tensor: LogicalTensor) -> None:
+    """Paint which rank holds each element, at the first index of all axes but the last two; replicas as '+n'. numbers: of the
+    world's ranks in the job."""
     number, lead = world.tensors.index(tensor), len(tensor.shape) - 2
     height, width = tensor.shape[-2:]
     mine = np.nonzero((world.boxes.tensor == number) & (world.boxes.offset[:, :lead] == 0).all(axis=1))[0]
@@ -121,7 +123,7 @@ def _draw_owners(axes, world: World, tensor: LogicalTensor) -> None:
     per_pixel = np.array([height, width]) / image.shape[:2]
     copies: dict[tuple, list[int]] = {}
     for i, row in enumerate(mine.tolist()):
-        copies.setdefault((*offset[i].tolist(), *shape[i].tolist()), []).append(int(world.rank[row]))
+        copies.setdefault((*offset[i].tolist(), *shape[i].tolist()), []).append(int(numbers[world.rank[row]]))
     for (top, left, rows, columns), ranks in copies.items():
         low = np.floor(np.array([top, left]) / per_pixel).astype(int)
         high = np.maximum(np.ceil(np.array([top + rows, left + columns]) / per_pixel).astype(int), low + 1)
@@ -145,7 +147,7 @@ def _colour(rank: int) -> np.ndarray:
 
 def _layers(found: Forecast, titles):
     """Which part of each layer's weights each rank holds. Layers: the first axis of tensors that every piece holds one of."""
-    shares = [_share_of_layers(survey.world) for survey in (found.src, found.dst)]
+    shares = [_share_of_layers(survey.world, found.ranks) for survey in (found.src, found.dst)]
     if any(share is None for share in shares):
         return None
     figure, axes = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
@@ -161,8 +163,9 @@ def _layers(found: Forecast, titles):
     return figure
 
 
-def _share_of_layers(world: World) -> np.ndarray | None:
-    """float64 [num_ranks, num_layers], or None where no tensor has an axis of layers."""
+def _share_of_layers(world: World, numbers: np.ndarray) -> np.ndarray | None:
+    """float64 [largest rank of the job + 1, num_layers], or None where no tensor has an axis of layers. numbers: of the world's
+    ranks in the job."""
     widest = np.zeros(len(world.tensors), np.int64)
     np.maximum.at(widest, world.boxes.tensor, world.boxes.shape[:, 0])
     stacked = [i for i, tensor in enumerate(world.tensors)
@@ -173,6 +176,6 @@ def _share_of_layers(world: World) -> np.ndarray | None:
     num_layers = max(set(extents), key=extents.count)
     stacked = [i for i in stacked if world.tensors[i].shape[0] == num_layers]
     rows = np.nonzero(np.isin(world.boxes.tensor, stacked))[0]
-    place = np.searchsorted(world.ranks, world.rank[rows]) * num_layers + world.boxes.offset[rows, 0]
-    held = np.bincount(place, world.boxes.volume[rows], len(world.ranks) * num_layers).reshape(-1, num_layers)
+    place = numbers[world.rank[rows]] * num_layers + world.boxes.offset[rows, 0]
+    held = np.bincount(place, world.boxes.volume[rows], (int(numbers.max()) + 1) * num_layers).reshape(-1, num_layers)
     return held / (sum(world.tensors[i].numel for i in stacked) / num_layers)

@@ -12,7 +12,12 @@ from megatron_dynatrain.report import in_bytes
 def show(found: Forecast, src: Layout, dst: Layout, console: Console) -> None:
     """Print what the switch from layout `src` to `dst` would do."""
     plan, cluster = found.plan, found.cluster
-    console.print(f"{len(plan.src.ranks)} ranks, from ({src}) to ({dst})")
+    if found.from_ranks == found.to_ranks:
+        console.print(f"{len(plan.src.ranks)} ranks, from ({src}) to ({dst})")
+    else:
+        before, after = {*found.from_ranks}, {*found.to_ranks}
+        console.print(f"from {len(before)} ranks ({src}) to {len(after)} ranks ({dst}): {len(after - before)} are taken in, "
+                      f"{len(before - after)} leave or wait")
     console.print(_bytes_per_rank(found))
     console.print(_by_field(found))
     console.print(_switch(found))

@@ -64,7 +64,8 @@ class Survey:
 
 def describe(job: Job, layouts: dict[str, Layout], world_size: int, num_processes: int,
              cache: Path | None) -> dict[str, Survey]:
-    """Every layout of `layouts` in a world of `world_size` ranks, by name. 'launch' is the name of the launch's own layout.
+    """Every layout of `layouts`, by name, on as many ranks as it wants, or else on the `world_size` of the launch. 'launch' is the
+    name of the launch's own layout.
 
     cache: the folder in which descriptions are kept, or None. Raises LayoutRefused and ConfigError as the job would.
     """
@@ -74,7 +75,8 @@ def describe(job: Job, layouts: dict[str, Layout], world_size: int, num_processe
         missing = {name: layout for name, layout in layouts.items() if not files[name].exists()}
         started = time.perf_counter()
         if missing:
-            num_processes = max(1, min(num_processes, -(-world_size // _RANKS_PER_PROCESS)))
+            largest = max(layout.num_ranks or world_size for layout in missing.values())
+            num_processes = max(1, min(num_processes, -(-largest // _RANKS_PER_PROCESS)))
             _run(job, missing, world_size, num_processes, Path(scratch))
             for i, name in enumerate(missing):
                 _merge([Path(scratch, f"{number}.{i}.npz") for number in range(num_processes)], files[name])
