@@ -57,10 +57,11 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def install() -> None:
     """Make the session of this process, and wrap Megatron's seams when it loads them. Call before Megatron is imported."""
-    from megatron_dynatrain import session
+    from megatron_dynatrain import gloo_threads, session
     from megatron_dynatrain.megatron import seams
     from megatron_dynatrain.megatron.job import MegatronJob
 
+    gloo_threads.outlast()
     session.install(session.Session(MegatronJob()))
     seams.install(session.current())
 

@@ -80,3 +80,29 @@ def test_a_seam_that_looks_otherwise_is_named(train, message):
     module = SimpleNamespace(**{**fitting, "train": train})
     with pytest.raises(UnsupportedMegatron, match=message):
         seams._wrap_all(module, "megatron.training.training", SimpleNamespace(), (0, 19))
+
+
+LATE_THREAD = """
+import ctypes, threading, time
+from megatron_dynatrain import gloo_threads
+
+gloo_threads.outlast()
+begun = threading.Event()
+
+def thread():
+    ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop", 0, 0, 0)  # PR_SET_NAME
+    begun.set()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        pass
+    print("let go", flush=True)
+    threading.Event().wait()
+
+threading.Thread(target=thread, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_process_ends_when_the_threads_of_gloo_have_let_go():
+    done = subprocess.run([sys.executable, "-c", LATE_THREAD], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "let go\n"), done.stderr

@@ -41,7 +41,9 @@ def install(optimizer: str = "fused") -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    from megatron_dynatrain import gloo_threads
     from megatron_dynatrain.cpu import megatron_parts, stand_in
 
+    gloo_threads.outlast()
     stand_in.install()
     megatron_parts.install(optimizer)
