@@ -8,6 +8,7 @@ The controller knows the order of things and nothing of Megatron: what it does t
 import functools
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +22,7 @@ from megatron_dynatrain.consensus import gather, share, together
 from megatron_dynatrain.elastic import worlds
 from megatron_dynatrain.errors import DynaTrainError, LayoutRefused, SpaceError, TransferError, VerificationError, reason
 from megatron_dynatrain.layout import LAUNCH, Layout
-from megatron_dynatrain.passage import Passage, planned
+from megatron_dynatrain.passage import Passage, in_union, planned
 from megatron_dynatrain.planning import Plan, Totals, Turnover
 from megatron_dynatrain.registry import Entry, Registry
 from megatron_dynatrain.report import in_bytes
@@ -92,7 +93,8 @@ class SwitchCost:
     most that one rank sends or receives; balanced_max_rank_bytes: the same of an ideally balanced plan. peak_bytes: the most
     that one rank holds during the switch; peak_extra_bytes: beyond what it holds in the larger of the two layouts.
     staging_bytes: scratch of a rank. windows: the most that one rank walks. last_stall_seconds: how long training stood still
-    when this job last made this switch, on this rank; None if it has not made it. All are 0 where src is dst.
+    when this job last made this switch, on this rank; None if it has not made it. src_ranks, dst_ranks: where the ranks of the
+    job would change, those that train now and those that would. All are 0 where src is dst.
     """
 
     src: str
@@ -109,6 +111,8 @@ class SwitchCost:
     copies: int = 0
     plan_hash: str = ""
     last_stall_seconds: float | None = None
+    src_ranks: tuple[int, ...] = ()
+    dst_ranks: tuple[int, ...] = ()
 
 
 class Controller:
@@ -201,24 +205,24 @@ class Controller:
         self.job.make_groups(entry.name)
         return plan
 
-    def cost(self, target: str | Layout) -> SwitchCost:
+    def cost(self, target: str | Layout, members: Callable[[str | Layout], tuple[int, ...]]) -> SwitchCost:
         """What a switch to `target` would cost now. Changes nothing that trains; what it finds out is kept for the switch.
 
-        Raises LayoutRefused, ConfigError or SpaceError, on every rank.
+        members: on the first rank, which ranks would train in a layout for others than now. Raises LayoutRefused, ConfigError or
+        SpaceError, on every rank.
         """
         entry = together(LayoutRefused, "the cost cannot be told", self.registry.find, target)
         if entry.name == self.current:
             return SwitchCost(self.current, entry.name)
-        if self.changes_ranks(target):
-            raise LayoutRefused(f"layout {entry.name!r} is for other ranks than those that train, for which the cost is not told "
-                                "here; `python -m megatron_dynatrain plan` tells it")
         if self._considered is not None and self._considered.name not in (entry.name, self.current):
             self._forget_unless_declared(self._considered)
         self._considered = None if entry.declared else entry
         try:
             self.describe(entry)
-            plan = self._plan(self.registry.entries[self.current], entry)
             src = self.registry.entries[self.current]
+            if self.changes_ranks(target):
+                return self._cost_of_other_ranks(src, entry, members)
+            plan = self._plan(src, entry)
             together(LayoutRefused, "the switch would be refused", self._check_that_it_fits,
                      Passage(src, entry, plan, self.registry.totals[src.name, entry.name],
                              self.registry.peaks[src.name, entry.name], self.rank, src.own, entry.own))
@@ -228,12 +232,41 @@ class Controller:
         return SwitchCost(self.current, entry.name, plan_hash=plan.digest,
                           **_amounts(plan, self.registry.totals[self.current, entry.name]))
 
+    def _cost_of_other_ranks(self, src: Entry, dst: Entry, members) -> SwitchCost:
+        """Those that train plan for those that would come, too."""
+        new, = (ranks for ranks in share(LayoutRefused, "the cost cannot be told", lambda: (
+            None, members(dst.layout) if self.rank == 0 else None))[1] if ranks is not None)
+        old, size = self.members, len(self.members)
+        union = sorted({*old, *new})
+        place = {number: rank for rank, number in enumerate(union)}
+        own = [old[self.rank], *[number for number in union if number not in old][self.rank::size]]
+        memory = {place[number]: tuple((entry.holdings[numbers.index(number)] if number in numbers else nothing()).memory
+                                       for entry, numbers in ((src, old), (dst, new))) for number in own}
+        plans, totals = planned((src.name, dst.name), *in_union(src, dst, old, new), memory, self.config.transfer.staging_bytes,
+                                self.config.keeps_old_state)
+        plan, peak = plans[0]
+        together(LayoutRefused, "the switch would be refused", self._check_that_it_fits,
+                 Passage(src, dst, plan, totals, peak, plan.rank, src.own, self._of_number(dst, new, old[self.rank])))
+        return SwitchCost(src.name, dst.name, plan_hash=plan.digest, src_ranks=old, dst_ranks=tuple(new), **_amounts(plan, totals))
+
+    @staticmethod
+    def _of_number(entry: Entry, numbers: tuple[int, ...], number: int):
+        return entry.holdings[numbers.index(number)] if number in numbers else None
+
+    def check(self, entry: Entry) -> None:
+        """Raise LayoutRefused for a layout that cannot be trained here. Not collective, changes nothing."""
+        if self.config.elastic is None and self.changes_ranks(entry.layout):
+            raise LayoutRefused(f"({entry.layout}) wants other ranks than the {len(self.members)} that train, and the ranks of the "
+                                "job change with `dynatrain.elastic` alone; launch with it (`elastic: {}`), or leave world_size "
+                                "and ranks out")
+        self.job.check(entry.name, entry.layout)
+
     def describe(self, entry: Entry) -> None:
         """Find out what every rank of a layout would hold, of however many ranks. Collective. Raises LayoutRefused."""
         if entry.world is not None:
             return
         what = f"layout {entry.name!r} is refused"
-        together(LayoutRefused, what, self.job.check, entry.name, entry.layout)
+        together(LayoutRefused, what, self.check, entry)
         size, _ = self.size_of(entry.layout)
         gathered = share(LayoutRefused, what, lambda: (None, self._describe_share(entry.name, size)))[1]
         of_rank = {rank: described for part in gathered for rank, described in part.items()}
@@ -254,8 +287,8 @@ class Controller:
     def _plan(self, src: Entry, dst: Entry) -> Plan:
         names = src.name, dst.name
         if names not in self.registry.plans:
-            plan, totals, peak = planned(names, src.world, dst.world, src.own.memory, dst.own.memory, self.rank,
-                                         self.config.transfer.staging_bytes, self.config.keeps_old_state)
+            ((plan, peak),), totals = planned(names, src.world, dst.world, {self.rank: (src.own.memory, dst.own.memory)},
+                                              self.config.transfer.staging_bytes, self.config.keeps_old_state)
             self.registry.plans[names], self.registry.totals[names], self.registry.peaks[names] = plan, totals, peak
         return self.registry.plans[names]
 

@@ -16,6 +16,8 @@ from megatron_dynatrain.elastic.formation import ACTIVE_PULSE, Coordinator, Give
 from megatron_dynatrain.elastic.membership import Membership
 from megatron_dynatrain.elastic.roster import Ears
 from megatron_dynatrain.errors import LayoutRefused, TransferError, reason
+from megatron_dynatrain.layout import Layout
+from megatron_dynatrain.members import Unavailable
 from megatron_dynatrain.passage import Passage, form
 
 _SILENT_SECONDS = 60.0  # after which a job that was not heard of is taken for dead by those who wait
@@ -72,6 +74,13 @@ class DeviceManager:
         if self._coordinator is not None:
             self._coordinator.want(next((wish for wish in wishes if self._controller.is_described(wish.layout)
                                          and self._controller.changes_ranks(wish.layout)), None))
+
+    def would_train(self, layout: str | Layout) -> tuple[int, ...]:
+        """The ranks that would train in a layout for others than now. On rank 0. Raises LayoutRefused."""
+        try:
+            return self._coordinator.would_train(layout)
+        except Unavailable as error:
+            raise LayoutRefused(str(error)) from error
 
     def drop(self, number: int, key: str) -> None:
         """An attempt will not be carried out, for the switch of that key."""

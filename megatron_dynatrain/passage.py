@@ -22,25 +22,33 @@ from megatron_dynatrain.space import Holdings, Memory, World, nothing
 _PATIENCE_SECONDS = 600.0  # with the old ranks, which are about to say how the change has ended
 
 
-def planned(names: tuple[str, str], src: World, dst: World, own_src: Memory, own_dst: Memory, rank: int, staging_bytes: int,
-            keeps_old_state: bool) -> tuple[Plan, Totals, int]:
-    """(plan of `rank`, totals of all ranks, peak bytes of `rank`) of the switch between two layouts, `names` in messages.
+def planned(names: tuple[str, str], src: World, dst: World, memory: dict[int, tuple[Memory, Memory]], staging_bytes: int,
+            keeps_old_state: bool) -> tuple[list[tuple[Plan, int]], Totals]:
+    """([(plan, peak bytes)] of the ranks of `memory`, totals of all ranks) of the switch between two layouts, `names` in messages.
 
-    Collective over the ranks of both. Raises LayoutRefused or SpaceError, on every rank.
+    memory: {rank: what it holds in `src` and in `dst`} of the ranks that this process plans for, often of itself alone; all
+    processes together plan for every rank once. Collective. Raises LayoutRefused or SpaceError, on every rank.
     """
     pace.rest()
-    draft = together(LayoutRefused, f"the switch from {names[0]!r} to {names[1]!r} is refused", draft_plan, src, dst, staging_bytes,
-                     rank)
+    drafts = together(LayoutRefused, f"the switch from {names[0]!r} to {names[1]!r} is refused",
+                      lambda: [draft_plan(src, dst, staging_bytes, rank) for rank in memory])
     pace.rest()
-    balance = Balance(summed(gather(draft.demand)))
-    plan = together(SpaceError, "the plan", finish_plan, draft, balance.shares)
+    balance = Balance(summed(sum(gather([draft.demand for draft in drafts]), [])))
+    plans = together(SpaceError, "the plan", lambda: [finish_plan(draft, balance.shares) for draft in drafts])
     pace.rest()
-    own = Part.of(plan, own_src, own_dst, keeps_old_state)
-    gathered = gather((plan.digest, own))
+    parts = [Part.of(plan, *memory[plan.rank], keeps_old_state) for plan in plans]
+    gathered = sum(gather([(plan.digest, part) for plan, part in zip(plans, parts, strict=True)]), [])
     digests = [digest for digest, _ in gathered]
     if len(set(digests)) > 1:
         raise SpaceError(f"ranks made different plans from {names[0]!r} to {names[1]!r}: {digests}")
-    return plan, total([part for _, part in gathered], balance), own.peak_bytes
+    return ([(plan, part.peak_bytes) for plan, part in zip(plans, parts, strict=True)],
+            total([part for _, part in gathered], balance))
+
+
+def in_union(src: Entry, dst: Entry, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[World, World]:
+    """The worlds of two layouts on the ranks `old` and `new`, all numbered by their places among both."""
+    place = {number: rank for rank, number in enumerate(sorted({*old, *new}))}
+    return tuple(entry.world.renumbered([place[number] for number in numbers]) for entry, numbers in ((src, old), (dst, new)))
 
 
 @dataclass(slots=True, eq=False)
@@ -103,11 +111,10 @@ class Passage:
 
     def _plan(self, staging_bytes: int, keeps_old_state: bool) -> None:
         """Over the union, in which ranks are numbered by their place."""
-        place = {number: rank for rank, number in enumerate(self.record.union)}
-        before, after = ([place[number] for number in numbers] for numbers in (self.record.old, self.record.new))
-        self.plan, self.totals, self.peak_bytes = planned(
-            (self.src.name, self.dst.name), self.src.world.renumbered(before), self.dst.world.renumbered(after), self.memory_before,
-            self.memory_after, self.rank, staging_bytes, keeps_old_state)
+        worlds_of_plan = in_union(self.src, self.dst, self.record.old, self.record.new)
+        ((self.plan, self.peak_bytes),), self.totals = planned(
+            (self.src.name, self.dst.name), *worlds_of_plan, {self.rank: (self.memory_before, self.memory_after)}, staging_bytes,
+            keeps_old_state)
 
     def say_outcome(self, all_is_well: bool) -> None:
         """Tell those who were waiting whether they are taken in. By the first old rank."""

@@ -203,7 +203,7 @@ class Session:
             raise ConfigError(f"{what} was called, but no job of megatron_dynatrain is training in this process; launch "
                               "it with --dynatrain-config and call from within training")
         entry = self.controller.registry.find(target)
-        self.job.check(entry.name, entry.layout)
+        self.controller.check(entry)
         return target if isinstance(target, str) else entry.layout
 
     def _ask(self, what: str, message: Switch | Cost) -> Promise:
@@ -428,7 +428,7 @@ class Session:
     def _tell_cost(self, item: Item, iteration: int) -> None:
         start = time.perf_counter()
         try:
-            cost = self.controller.cost(item.layout)
+            cost = self.controller.cost(item.layout, lambda layout: self.devices.would_train(layout))
         except DynaTrainError as error:
             self._answer(item.ids, "refused", iteration, error=LayoutRefused(str(error)), reason=str(error))
             return

@@ -46,12 +46,14 @@ def record(rank, folder):
 
 
 def paced(rank, folder, seconds):
-    """As `record`, with steps that last at least so long."""
+    """As `record`, with steps that last at least so long, and without the rests of what runs beside them."""
     import time
 
     from megatron.training import training
+    from megatron_dynatrain.elastic import pace
 
     record(rank, folder)
+    pace._REST = 1
     step = training.train_step
 
     def train_step(*args, **kwargs):
@@ -461,7 +463,8 @@ def interface(rank, folder, asking):
             four = megatron_dynatrain.plan(megatron_dynatrain.Layout(pipeline_model_parallel_size=2))
             four.add_done_callback(outcome("cost of an undeclared one"))
             for wrong in (lambda: megatron_dynatrain.plan("pip"), four.result,
-                          lambda: megatron_dynatrain.plan(megatron_dynatrain.Layout(tensor_model_parallel_size=3))):
+                          lambda: megatron_dynatrain.plan(megatron_dynatrain.Layout(tensor_model_parallel_size=3)),
+                          lambda: megatron_dynatrain.reconfigure(megatron_dynatrain.Layout(world_size=2))):
                 try:
                     wrong()
                 except Exception as error:
@@ -520,20 +523,23 @@ def count_memory(rank, folder, last):
     controller.Controller.switch, training.train_step = marked_switch, train_step
 
 
-def ask_cost(rank, folder, layout):
-    """Ask in the first step on rank 0 what a switch would cost; the answer is written down, with the step in which it came."""
+def ask_cost(rank, folder, layout, after=0, seconds=None):
+    """Ask in the step after iteration `after` on rank 0 what a switch would cost; the answer is written down, with the step in
+    which it came. seconds: that each step takes at least."""
     import megatron_dynatrain
     from megatron.training import get_args, training
 
-    record(rank, folder)
+    record(rank, folder) if seconds is None else paced(rank, folder, seconds)
     step = training.train_step
 
     def told(future):
         error = future.exception()
-        write(folder, "costs", rank, iteration=get_args().curr_iteration + 1, error=error and str(error))
+        names = () if error else ("moved_bytes", "plan_hash", "dst_ranks", "windows")
+        cost = {name: getattr(future.result(), name) for name in names}
+        write(folder, "costs", rank, iteration=get_args().curr_iteration + 1, error=error and str(error), **cost)
 
     def train_step(*args, **kwargs):
-        if rank == 0 and get_args().curr_iteration == 0:
+        if rank == 0 and get_args().curr_iteration == after:
             megatron_dynatrain.plan(layout).add_done_callback(told)
         return step(*args, **kwargs)
 

@@ -39,7 +39,7 @@ ROUTES = {
 @pytest.mark.parametrize("model", ROUTES)
 def test_a_world_grows_and_shrinks_like_a_world_that_stays(jobs, tmp_path, model):
     model_arguments, layouts = ROUTES[model]
-    arguments = {**model_arguments, "train-iters": 36, "global-batch-size": 30, "tensor-model-parallel-size": 2}
+    arguments = {**model_arguments, "train-iters": 28, "global-batch-size": 30, "tensor-model-parallel-size": 2}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
     elastic = jobs.run(tmp_path / "elastic", 8, arguments, {
         "layouts": layouts, "schedule": schedule(*((2 + i, name) for i, name in enumerate("abcde"))), "verify": "full",
@@ -87,6 +87,17 @@ def test_what_the_loop_does_goes_to_the_new_ranks(jobs, tmp_path):
     assert_same_steps(loaded.steps, {i: plain.steps[i] for i in range(31, 35)}, 2e-4)
 
 
+def test_the_cost_that_is_told_is_that_of_the_change(jobs, tmp_path):
+    result = jobs.run(tmp_path / "job", 4, {"train-iters": 60, "global-batch-size": 12, "tensor-model-parallel-size": 2}, {
+        "layouts": {"others": {"ranks": [1, 2, 3], "tensor_model_parallel_size": 1}}, "schedule": schedule((30, "others")),
+        "run_dir": str(tmp_path / "run"), "elastic": {"world_size": 2, "spares": 2}},
+        probe="probes:ask_cost", layout="others", after=25, seconds=0.1).assert_ok()
+    (told,), (change,) = result.records("costs"), result.events_of("switch")
+    assert told["error"] is None and told["iteration"] < change["iteration"]
+    assert (told["plan_hash"], told["moved_bytes"], told["dst_ranks"], told["windows"]) == (
+        change["plan_hash"], change["moved_bytes"], change["to_ranks"], change["windows"])
+
+
 # Where a process is killed, on which rank, and what becomes of the change to other ranks.
 DEATHS = {
     "waits": ("megatron_dynatrain.device_manager:form", 3, "refused"),
@@ -120,7 +131,7 @@ def test_a_process_that_dies_takes_nobody_with_it(jobs, tmp_path, death):
 
 def test_twenty_changes_leave_nothing_behind(jobs, tmp_path):
     layouts = {"two": {"ranks": [0, 1], "tensor_model_parallel_size": 2}, "four": layout(4, tp=2)}
-    result = jobs.run(tmp_path / "job", 4, {"train-iters": 300, "tensor-model-parallel-size": 2}, {
+    result = jobs.run(tmp_path / "job", 4, {"train-iters": 160, "tensor-model-parallel-size": 2}, {
         "layouts": layouts, "schedule": schedule(*((1 + i, ("two", "four")[i % 2]) for i in range(20))), "verify": "digest",
         "run_dir": str(tmp_path / "run"), "elastic": {"spares": 2}}, probe="probes:count_elastic").assert_ok()
     assert len(members(result)) == 20

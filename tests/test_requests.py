@@ -90,7 +90,9 @@ def test_the_interface_tells_costs_calls_back_and_answers_everything(jobs, tmp_p
     assert one["cost of pipe"]["result"] == switch["moved_bytes"] > 0
     assert one["cost of launch"]["result"] == "SwitchCost" and one["cost of launch"]["error"] is None  # it moves nothing
     assert one["cost of an undeclared one"]["result"] > 0
-    assert sorted(record["error"].split(":")[0] for record in said["error"]) == ["ConfigError", "ConfigError", "LayoutRefused"]
+    assert sorted(record["error"].split(":")[0] for record in said["error"]) == [
+        "ConfigError", "ConfigError", "LayoutRefused", "LayoutRefused"]
+    assert any("(world_size=2) wants other ranks than the 4 that train" in record["error"] for record in said["error"])
     assert any("the thread that trains was about to wait" in record["error"] for record in said["error"])
     assert (one["switch"]["error"], one["switch"]["result"]) == (None, "SwitchReport")
     assert one["late"]["error"].startswith("RequestDropped: the request was expired: iteration 2 had passed")

@@ -18,6 +18,7 @@ from megatron_dynatrain.agenda import Formed, Unformed, Wish
 from megatron_dynatrain.elastic import roster
 from megatron_dynatrain.errors import reason
 from megatron_dynatrain.layout import Layout
+from megatron_dynatrain.members import Unavailable, choose
 
 _SLEEP_SECONDS = 0.25  # between looks for an attempt
 _TICK_SECONDS = 0.05  # between looks for what becomes of one
@@ -244,6 +245,7 @@ class Coordinator:
         self._wish: Wish | None = None
         self._ready: set[str] = set()  # keys of what is ready
         self._not_before: dict[str, float] = {}  # when what has failed is tried again, by key
+        self._waiting: list[int] = []  # as last seen
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="dynatrain-coordinator", daemon=True)
         self._pulse = roster.Pulse(self._board.store, ACTIVE_PULSE)
@@ -271,7 +273,8 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while not self._closed:
-                wish, waiting = self._wish, self._roster.waiting(self._members)  # always: only who is watched is known to live
+                wish = self._wish
+                self._waiting = waiting = self._roster.waiting(self._members)  # always: only who is watched is known to live
                 if wish is not None and wish.key not in self._ready and (
                         time.monotonic() >= self._not_before.get(wish.key, 0.0)):
                     self._try(wish, waiting)
@@ -284,7 +287,7 @@ class Coordinator:
     def _try(self, wish: Wish, waiting: list[int]) -> None:
         try:
             record = self._drafted(wish, waiting)
-        except roster.Unavailable as error:
+        except Unavailable as error:
             self._give_up(wish, 0, str(error))
             return
         if record is None:
@@ -304,12 +307,23 @@ class Coordinator:
         self._not_before[wish.key] = time.monotonic() + _RETRY_SECONDS
         self._tell(Unformed(id=wish.key, generation=number, base=self._base, reason=why), self._board.store)
 
-    def _drafted(self, wish: Wish, waiting: list[int]) -> Record | None:
-        size, named = self._size_of(wish.layout)
-        count = self._roster.count
+    def would_train(self, layout: str | Layout) -> tuple[int, ...]:
+        """The ranks that would train in a layout if it were asked for now; where there are too few, with those that would join
+        next. From the thread that trains, at a boundary. Raises Unavailable."""
+        seats = roster.Roster(self._board.clone().store)
+        return (self._chosen(layout, self._waiting, seats)
+                or self._chosen(layout, [*self._waiting, *range(seats.count, seats.count + self._size_of(layout)[0])], seats)
+                or tuple(sorted(self._size_of(layout)[1])))  # those that it names, which are not there yet
+
+    def _chosen(self, layout: str | Layout, waiting: list[int], seats: roster.Roster) -> tuple[int, ...] | None:
+        size, named = self._size_of(layout)
+        count = seats.count
         gone = tuple(number for number in named or () if number < count and number not in self._members
-                     and (seat := self._roster.seat(number)) is not None and not seat.waits)
-        members = roster.choose(size, named, self._members, waiting, count, gone)
+                     and (seat := seats.seat(number)) is not None and not seat.waits)
+        return choose(size, named, self._members, waiting, count, gone)
+
+    def _drafted(self, wish: Wish, waiting: list[int]) -> Record | None:
+        members = self._chosen(wish.layout, waiting, self._roster)
         if members is None:
             return None
         others = sorted(number for number in {*self._members, *waiting} if number not in members)

@@ -10,10 +10,10 @@ import msgspec
 from msgspec import UNSET
 
 from megatron_dynatrain.config import parse_layout
-from megatron_dynatrain.elastic import roster
 from megatron_dynatrain.errors import ConfigError, DynaTrainError, LayoutRefused
 from megatron_dynatrain.flags import positive
 from megatron_dynatrain.layout import LAUNCH, Layout
+from megatron_dynatrain.members import choose
 from megatron_dynatrain.planner import model_file, survey
 from megatron_dynatrain.planner.cluster import Cluster
 from megatron_dynatrain.planner.forecast import Forecast, forecast
@@ -139,7 +139,7 @@ def _members(src: Layout, dst: Layout, launched: int) -> tuple[tuple[int, ...], 
     old = old or tuple(range(src.num_ranks or launched))
     size = dst.num_ranks or launched
     others = [number for number in range(size + len(old)) if number not in old]
-    return old, new or roster.choose(size, None, old, others, size + len(old))
+    return old, new or choose(size, None, old, others, size + len(old))
 
 
 def cluster_of(flags: argparse.Namespace) -> Cluster:
