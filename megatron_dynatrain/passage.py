@@ -180,27 +180,39 @@ def _agreed(record: Record, member: int, rank: int, controller) -> tuple[Entry, 
     job, registry = controller.job, controller.registry
     dst_name, joins = registry.find(record.layout).name, member not in record.old
     teller = record.union.index(record.old[0])
+    known = gather(_known(controller) if joins else None) if record.union != record.old else []
     said = [None]
     if rank == teller:  # a switch of layouts may be going on, at which ranks do not arrive in one moment
-        said = [(controller.current, (registry.described(), dict(job.answers)) if record.union != record.old else None)]
+        own = _known(controller)
+        unknown = [name for name in own if any(theirs is not None and theirs.get(name) != own[name] for theirs in known)]
+        said = [(controller.current, [registry.entries[name] for name in unknown], {name: job.answers[name] for name in unknown})]
     dist.broadcast_object_list(said, src=teller)
-    src_name, known = said[0]
-    if known is not None:
+    src_name, entries, answers = said[0]
+    if known:
         if joins:
-            registry.adopt(known[0])
-            job.answers.update(known[1])
-        together(LayoutRefused, "a rank cannot take part", _check_own if joins else lambda *_: None, job,
+            registry.adopt(entries)
+            job.answers.update(answers)
+        together(LayoutRefused, "a rank cannot take part", _check_own if joins else lambda *_: None, controller,
                  registry.entries[dst_name], record.new.index(member) if joins else 0)
     return registry.entries[src_name], registry.entries[dst_name]
 
 
-def _check_own(job, entry: Entry, rank: int) -> None:
+def _known(controller) -> dict[str, str]:
+    """{layout: what its description is known by} of those that this process can build."""
+    return {entry.name: entry.world.digest for entry in controller.registry.described() if entry.name in controller.job.answers}
+
+
+def _check_own(controller, entry: Entry, rank: int) -> None:
     """On a process that joins: that it would hold in a layout what the job says. Raises SpaceError or LayoutRefused."""
+    job, fact = controller.job, (entry.name, rank, entry.world.digest)
+    if fact in controller.registry.checked:
+        return
     job.check(entry.name, entry.layout)
     own = job.describe_dry(entry.name, rank, len(entry.world.ranks))
     job.said(entry.name)
     if own.digest() != entry.holdings[rank].digest():
         raise SpaceError(f"what this process would hold as rank {rank} of layout {entry.name!r} is not what the job describes")
+    controller.registry.checked.add(fact)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ class Registry:
         self.plans: dict[tuple[str, str], Plan] = {}  # of this rank
         self.totals: dict[tuple[str, str], Totals] = {}  # of all ranks
         self.peaks: dict[tuple[str, str], int] = {}  # bytes, of this rank
+        self.checked: set[tuple[str, int, str]] = set()  # (name, rank, digest of the world) that this process found to be so
 
     def find(self, target: str | Layout) -> Entry:
         """The entry of a name or of a layout object; an object that was not declared gets a new entry, named by its text.
@@ -66,7 +67,8 @@ class Registry:
         self.plans, self.totals, self.peaks = {}, {}, {}
 
     def forget(self, name: str) -> None:
-        """Drop an entry and the plans from and to it."""
+        """Drop an entry, the plans from and to it, and what was found out about it."""
         del self.entries[name]
+        self.checked = {fact for fact in self.checked if fact[0] != name}
         for pair in [pair for pair in self.plans if name in pair]:
             del self.plans[pair], self.totals[pair], self.peaks[pair]

@@ -46,14 +46,12 @@ def record(rank, folder):
 
 
 def paced(rank, folder, seconds):
-    """As `record`, with steps that last at least so long, and without the rests of what runs beside them."""
+    """As `record`, with steps that last at least so long."""
     import time
 
     from megatron.training import training
-    from megatron_dynatrain.elastic import pace
 
     record(rank, folder)
-    pace._REST = 1
     step = training.train_step
 
     def train_step(*args, **kwargs):

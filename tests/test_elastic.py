@@ -39,7 +39,7 @@ ROUTES = {
 @pytest.mark.parametrize("model", ROUTES)
 def test_a_world_grows_and_shrinks_like_a_world_that_stays(jobs, tmp_path, model):
     model_arguments, layouts = ROUTES[model]
-    arguments = {**model_arguments, "train-iters": 28, "global-batch-size": 30, "tensor-model-parallel-size": 2}
+    arguments = {**model_arguments, "train-iters": 36, "global-batch-size": 30, "tensor-model-parallel-size": 2}
     plain = jobs.run(tmp_path / "plain", 4, arguments, kind="plain").assert_ok()
     elastic = jobs.run(tmp_path / "elastic", 8, arguments, {
         "layouts": layouts, "schedule": schedule(*((2 + i, name) for i, name in enumerate("abcde"))), "verify": "full",
@@ -131,7 +131,7 @@ def test_a_process_that_dies_takes_nobody_with_it(jobs, tmp_path, death):
 
 def test_twenty_changes_leave_nothing_behind(jobs, tmp_path):
     layouts = {"two": {"ranks": [0, 1], "tensor_model_parallel_size": 2}, "four": layout(4, tp=2)}
-    result = jobs.run(tmp_path / "job", 4, {"train-iters": 160, "tensor-model-parallel-size": 2}, {
+    result = jobs.run(tmp_path / "job", 4, {"train-iters": 300, "tensor-model-parallel-size": 2}, {
         "layouts": layouts, "schedule": schedule(*((1 + i, ("two", "four")[i % 2]) for i in range(20))), "verify": "digest",
         "run_dir": str(tmp_path / "run"), "elastic": {"spares": 2}}, probe="probes:count_elastic").assert_ok()
     assert len(members(result)) == 20
