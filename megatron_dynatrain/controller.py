@@ -238,20 +238,15 @@ class Controller:
             None, members(dst.layout) if self.rank == 0 else None))[1] if ranks is not None)
         old, size = self.members, len(self.members)
         union = sorted({*old, *new})
-        place = {number: rank for rank, number in enumerate(union)}
         own = [old[self.rank], *[number for number in union if number not in old][self.rank::size]]
-        memory = {place[number]: tuple((entry.holdings[numbers.index(number)] if number in numbers else nothing()).memory
-                                       for entry, numbers in ((src, old), (dst, new))) for number in own}
-        plans, totals = planned((src.name, dst.name), *in_union(src, dst, old, new), memory, self.config.transfer.staging_bytes,
-                                self.config.keeps_old_state)
-        plan, peak = plans[0]
+        held = {union.index(number): [entry.holdings[numbers.index(number)] if number in numbers else None
+                                      for entry, numbers in ((src, old), (dst, new))] for number in own}
+        memory = {rank: tuple((holdings or nothing()).memory for holdings in both) for rank, both in held.items()}
+        ((plan, peak), *_), totals = planned((src.name, dst.name), *in_union(src, dst, old, new), memory,
+                                             self.config.transfer.staging_bytes, self.config.keeps_old_state)
         together(LayoutRefused, "the switch would be refused", self._check_that_it_fits,
-                 Passage(src, dst, plan, totals, peak, plan.rank, src.own, self._of_number(dst, new, old[self.rank])))
+                 Passage(src, dst, plan, totals, peak, plan.rank, *held[plan.rank]))
         return SwitchCost(src.name, dst.name, plan_hash=plan.digest, src_ranks=old, dst_ranks=tuple(new), **_amounts(plan, totals))
-
-    @staticmethod
-    def _of_number(entry: Entry, numbers: tuple[int, ...], number: int):
-        return entry.holdings[numbers.index(number)] if number in numbers else None
 
     def check(self, entry: Entry) -> None:
         """Raise LayoutRefused for a layout that cannot be trained here. Not collective, changes nothing."""
