@@ -22,7 +22,7 @@ from megatron_dynatrain.consensus import gather, share, together
 from megatron_dynatrain.elastic import worlds
 from megatron_dynatrain.errors import DynaTrainError, LayoutRefused, SpaceError, TransferError, VerificationError, reason
 from megatron_dynatrain.layout import LAUNCH, Layout
-from megatron_dynatrain.passage import Passage, in_union, planned
+from megatron_dynatrain.passage import Passage, Place, in_union, planned
 from megatron_dynatrain.planning import Plan, Totals, Turnover
 from megatron_dynatrain.registry import Entry, Registry
 from megatron_dynatrain.report import in_bytes
@@ -205,11 +205,11 @@ class Controller:
         self.job.make_groups(entry.name)
         return plan
 
-    def cost(self, target: str | Layout, members: Callable[[str | Layout], tuple[int, ...]]) -> SwitchCost:
+    def cost(self, target: str | Layout, members: Callable[[str | Layout], dict[int, str]]) -> SwitchCost:
         """What a switch to `target` would cost now. Changes nothing that trains; what it finds out is kept for the switch.
 
-        members: on the first rank, which ranks would train in a layout for others than now. Raises LayoutRefused, ConfigError or
-        SpaceError, on every rank.
+        members: on the first rank, which ranks would train in a layout for others than now, with the host of each. Raises
+        LayoutRefused, ConfigError or SpaceError, on every rank.
         """
         entry = together(LayoutRefused, "the cost cannot be told", self.registry.find, target)
         if entry.name == self.current:
@@ -234,19 +234,21 @@ class Controller:
 
     def _cost_of_other_ranks(self, src: Entry, dst: Entry, members) -> SwitchCost:
         """Those that train plan for those that would come, too."""
-        new, = (ranks for ranks in share(LayoutRefused, "the cost cannot be told", lambda: (
-            None, members(dst.layout) if self.rank == 0 else None))[1] if ranks is not None)
+        hosts, = (told for told in share(LayoutRefused, "the cost cannot be told", lambda: (
+            None, members(dst.layout) if self.rank == 0 else None))[1] if told is not None)
+        new = tuple(hosts)
         old, size = self.members, len(self.members)
         union = sorted({*old, *new})
         own = [old[self.rank], *[number for number in union if number not in old][self.rank::size]]
         held = {union.index(number): [entry.holdings[numbers.index(number)] if number in numbers else None
                                       for entry, numbers in ((src, old), (dst, new))] for number in own}
-        memory = {rank: tuple((holdings or nothing()).memory for holdings in both) for rank, both in held.items()}
-        ((plan, peak), *_), totals = planned((src.name, dst.name), *in_union(src, dst, old, new), memory,
+        ranks = {union.index(number): Place(*((holdings or nothing()).memory for holdings in held[union.index(number)]),
+                                            *([] if number in old else [hosts[number]])) for number in own}
+        ((plan, peak), *_), totals = planned((src.name, dst.name), *in_union(src, dst, old, new), ranks,
                                              self.config.transfer.staging_bytes, self.config.keeps_old_state)
         together(LayoutRefused, "the switch would be refused", self._check_that_it_fits,
                  Passage(src, dst, plan, totals, peak, plan.rank, *held[plan.rank]))
-        return SwitchCost(src.name, dst.name, plan_hash=plan.digest, src_ranks=old, dst_ranks=tuple(new), **_amounts(plan, totals))
+        return SwitchCost(src.name, dst.name, plan_hash=plan.digest, src_ranks=old, dst_ranks=new, **_amounts(plan, totals))
 
     def check(self, entry: Entry) -> None:
         """Raise LayoutRefused for a layout that cannot be trained here. Not collective, changes nothing."""
@@ -282,7 +284,7 @@ class Controller:
     def _plan(self, src: Entry, dst: Entry) -> Plan:
         names = src.name, dst.name
         if names not in self.registry.plans:
-            ((plan, peak),), totals = planned(names, src.world, dst.world, {self.rank: (src.own.memory, dst.own.memory)},
+            ((plan, peak),), totals = planned(names, src.world, dst.world, {self.rank: Place(src.own.memory, dst.own.memory)},
                                               self.config.transfer.staging_bytes, self.config.keeps_old_state)
             self.registry.plans[names], self.registry.totals[names], self.registry.peaks[names] = plan, totals, peak
         return self.registry.plans[names]

@@ -75,8 +75,8 @@ class DeviceManager:
             self._coordinator.want(next((wish for wish in wishes if self._controller.is_described(wish.layout)
                                          and self._controller.changes_ranks(wish.layout)), None))
 
-    def would_train(self, layout: str | Layout) -> tuple[int, ...]:
-        """The ranks that would train in a layout for others than now. On rank 0. Raises LayoutRefused."""
+    def would_train(self, layout: str | Layout) -> dict[int, str]:
+        """{rank: its host} of those that would train in a layout for others than now. On rank 0. Raises LayoutRefused."""
         try:
             return self._coordinator.would_train(layout)
         except Unavailable as error:

@@ -5,6 +5,7 @@ of the old and the new ones, in a world of its own, so that neither side's group
 """
 
 import contextlib
+import socket
 import time
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from megatron_dynatrain.consensus import gather, together
 from megatron_dynatrain.elastic import pace, worlds
 from megatron_dynatrain.elastic.formation import Board, Record
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
-from megatron_dynatrain.planning import Balance, Part, Plan, Totals, draft_plan, finish_plan, summed, total
+from megatron_dynatrain.planning import Balance, Part, Plan, Totals, draft_plan, finish_plan, node_numbers, total
 from megatron_dynatrain.registry import Entry
 from megatron_dynatrain.space import Holdings, Memory, World, nothing
 
@@ -22,21 +23,33 @@ from megatron_dynatrain.space import Holdings, Memory, World, nothing
 _PATIENCE_SECONDS = 600.0  # with the old ranks, which are about to say how the change has ended
 
 
-def planned(names: tuple[str, str], src: World, dst: World, memory: dict[int, tuple[Memory, Memory]], staging_bytes: int,
-            keeps_old_state: bool) -> tuple[list[tuple[Plan, int]], Totals]:
-    """([(plan, peak bytes)] of the ranks of `memory`, totals of all ranks) of the switch between two layouts, `names` in messages.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What planning asks of a rank, beside its pieces: the memory that it holds before and after, and its host."""
 
-    memory: {rank: what it holds in `src` and in `dst`} of the ranks that this process plans for, often of itself alone; all
-    processes together plan for every rank once. Collective. Raises LayoutRefused or SpaceError, on every rank.
+    src: Memory
+    dst: Memory
+    host: str = field(default_factory=socket.gethostname)
+
+
+def planned(names: tuple[str, str], src: World, dst: World, ranks: dict[int, Place], staging_bytes: int,
+            keeps_old_state: bool) -> tuple[list[tuple[Plan, int]], Totals]:
+    """([(plan, peak bytes)] of `ranks`, totals of all ranks) of the switch between two layouts, `names` in messages.
+
+    ranks: those that this process plans for, often itself alone; all processes together plan for every rank once. Collective.
+    Raises LayoutRefused or SpaceError, on every rank.
     """
     pace.rest()
     drafts = together(LayoutRefused, f"the switch from {names[0]!r} to {names[1]!r} is refused",
-                      lambda: [draft_plan(src, dst, staging_bytes, rank) for rank in memory])
+                      lambda: [draft_plan(src, dst, staging_bytes, rank) for rank in ranks])
     pace.rest()
-    balance = Balance(summed(sum(gather([draft.demand for draft in drafts]), [])))
-    plans = together(SpaceError, "the plan", lambda: [finish_plan(draft, balance.shares) for draft in drafts])
+    told = [(draft.rank, place.host, draft.demand) for draft, place in zip(drafts, ranks.values(), strict=True)]
+    told = sorted(sum(gather(told), []), key=lambda of_rank: of_rank[0])
+    balance = Balance({rank: needs for *_, demand in told for rank, needs in demand.items()},
+                      node_numbers([host for _, host, _ in told]))
+    plans = together(SpaceError, "the plan", lambda: [finish_plan(draft, balance) for draft in drafts])
     pace.rest()
-    parts = [Part.of(plan, *memory[plan.rank], keeps_old_state) for plan in plans]
+    parts = [Part.of(plan, place.src, place.dst, keeps_old_state) for plan, place in zip(plans, ranks.values(), strict=True)]
     gathered = sum(gather([(plan.digest, part) for plan, part in zip(plans, parts, strict=True)]), [])
     digests = [digest for digest, _ in gathered]
     if len(set(digests)) > 1:
@@ -112,9 +125,9 @@ class Passage:
     def _plan(self, staging_bytes: int, keeps_old_state: bool) -> None:
         """Over the union, in which ranks are numbered by their place."""
         worlds_of_plan = in_union(self.src, self.dst, self.record.old, self.record.new)
-        ((self.plan, self.peak_bytes),), self.totals = planned(
-            (self.src.name, self.dst.name), *worlds_of_plan, {self.rank: (self.memory_before, self.memory_after)}, staging_bytes,
-            keeps_old_state)
+        own = {self.rank: Place(self.memory_before, self.memory_after)}
+        ((self.plan, self.peak_bytes),), self.totals = planned((self.src.name, self.dst.name), *worlds_of_plan, own, staging_bytes,
+                                                               keeps_old_state)
 
     def say_outcome(self, all_is_well: bool) -> None:
         """Tell those who were waiting whether they are taken in. By the first old rank."""

@@ -41,7 +41,7 @@ def checked(src, dst):
     bytes, there and back the identity."""
     from worlds import carried_out, filled
 
-    from megatron_dynatrain.planning import Balance, make_plan
+    from megatron_dynatrain.planning import make_plan
 
     there, back = make_plan(src, dst, 1 << 14), make_plan(dst, src, 1 << 14)
     before, wanted = filled(src), filled(dst)
@@ -57,7 +57,7 @@ def checked(src, dst):
         minimum = bytes_needed(plan.src, plan.dst)
         if plan.moved_bytes != minimum:
             return f"{plan.moved_bytes} bytes would be moved where {minimum} are needed"
-        balanced = Balance(plan.demand).max_rank_bytes(plan.rank_bytes("dst"))
+        balanced = plan.balance.max_rank_bytes
         if plan.max_rank_bytes > 1.1 * balanced:
             return f"a rank sends or receives {plan.max_rank_bytes} bytes where {balanced} could do"
     return None

@@ -9,27 +9,32 @@ from hypothesis import strategies as st
 from worlds import TENSORS, carried_out, elements_held, filled, strided, worlds
 
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
-from megatron_dynatrain.planning import Balance, draft_plan, finish_plan, make_plan, order, summed
+from megatron_dynatrain.geometry import Box, row_major_strides
+from megatron_dynatrain.planning import Balance, draft_plan, finish_plan, make_plan, node_numbers, order
+from megatron_dynatrain.planning.balance import equal_shares, group_of
+from megatron_dynatrain.space import Holdings, LogicalTensor, Piece, Storage, World
 
 SMALL = 64  # bytes of staging: a few elements a message
+LARGE = LogicalTensor("decoder.final_layernorm.weight", "weight", (64, 64), "bfloat16", 2)
 
 pairs = st.tuples(worlds(ranks=[0, 1, 2, 3]), worlds(ranks=[1, 3, 4, 6, 7]))
+nodes_of_ranks = st.lists(st.integers(0, 3), min_size=8, max_size=8).map(node_numbers)
 
 
 @settings(max_examples=40, deadline=None)
-@given(pairs)
-def test_every_destination_element_gets_its_own_value(pair):
+@given(pairs, nodes_of_ranks)
+def test_every_destination_element_gets_its_own_value(pair, nodes):
     src, dst = pair
-    after = carried_out(make_plan(src, dst, SMALL), filled(src))
+    after = carried_out(make_plan(src, dst, SMALL, nodes), filled(src))
     for key, expected in filled(dst).items():
         assert np.array_equal(after[key], expected), key
 
 
 @settings(max_examples=40, deadline=None)
-@given(pairs)
-def test_bytes_that_cross_are_exactly_what_ranks_need_and_do_not_hold(pair):
+@given(pairs, nodes_of_ranks)
+def test_bytes_that_cross_are_exactly_what_ranks_need_and_do_not_hold(pair, nodes):
     src, dst = pair
-    plan = make_plan(src, dst, SMALL)
+    plan = make_plan(src, dst, SMALL, nodes)
     itemsize = {t.name: t.itemsize for t in TENSORS}
     held = elements_held(src)
     minimum = sum(itemsize[name] for rank, needed in elements_held(dst).items()
@@ -61,16 +66,16 @@ def test_to_the_same_layout_nothing_moves(world):
 
 
 @settings(max_examples=30, deadline=None)
-@given(pairs, st.sampled_from([16, 256]))
-def test_the_plan_of_one_rank_is_its_part_of_the_plan_of_all(pair, staging_bytes):
+@given(pairs, st.sampled_from([16, 256]), nodes_of_ranks)
+def test_the_plan_of_one_rank_is_its_part_of_the_plan_of_all(pair, staging_bytes, nodes):
     src, dst = pair
-    plan = make_plan(src, dst, staging_bytes)
+    plan = make_plan(src, dst, staging_bytes, nodes)
     ranks = np.union1d(src.ranks, dst.ranks).tolist()
     drafts = [draft_plan(src, dst, staging_bytes, rank) for rank in ranks]
-    demand = summed([draft.demand for draft in drafts])
+    demand = {rank: needs for draft in drafts for rank, needs in draft.demand.items()}
     assert demand == plan.demand
     for rank, draft in zip(ranks, drafts, strict=True):
-        own = finish_plan(draft, Balance(demand).shares)
+        own = finish_plan(draft, Balance(demand, nodes))
         part = (plan.src_rank == rank) | (plan.dst_rank == rank)
         assert own.digest == plan.digest
         # The same copies, and the order of the job, restricted to the rank, is the order of the rank.
@@ -129,31 +134,57 @@ def test_a_rank_never_has_more_messages_in_a_window_than_the_bound():
     assert np.bincount(windows).tolist() == [order.MAX_MESSAGES] * 3 + [1]
 
 
-@given(st.lists(st.tuples(st.sets(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 60)), min_size=1, max_size=5))
-def test_the_yardstick_of_balance_is_the_least_possible_maximum(demands):
-    """By Hall's theorem for flows: the most that any set of ranks must send between them, a rank on average."""
+@given(st.lists(st.tuples(st.sets(st.integers(0, 5), min_size=1, max_size=4), st.integers(6, 11), st.integers(1, 60)), min_size=1,
+                max_size=7), st.lists(st.integers(0, 3), min_size=12, max_size=12).map(node_numbers))
+def test_the_yardstick_of_balance_is_the_least_possible_maximum(demands, nodes):
+    """By Hall's theorem for flows: the most that any set of ranks must send between them, a rank on average. Where ranks are
+    has nothing to do with it, and no choice of who is near sends more."""
     demand = {}
-    for ranks, nbytes in demands:
-        demand[tuple(sorted(ranks))] = demand.get(tuple(sorted(ranks)), 0) + nbytes
-    best = max(sum(n for held, n in demand.items() if set(held) <= set(ranks)) / len(ranks)
+    for ranks, needs, nbytes in demands:
+        of_rank = demand.setdefault(needs, {})
+        of_rank[tuple(sorted(ranks))] = of_rank.get(tuple(sorted(ranks)), 0) + nbytes
+    everything = [(holders, nbytes) for needs in demand.values() for holders, nbytes in needs.items()]
+    best = max(sum(nbytes for holders, nbytes in everything if set(holders) <= set(ranks)) / len(ranks)
                for size in range(1, 7) for ranks in itertools.combinations(range(6), size))
-    assert Balance(demand).max_rank_bytes(np.zeros(6, np.int64)) == pytest.approx(best, abs=1.5)
+    best = max(best, *(sum(needs.values()) for needs in demand.values()))
+    balance = Balance(demand, nodes)
+    assert balance.max_rank_bytes == pytest.approx(best, abs=1.5)
+    sent = np.zeros(12)
+    for holders, group, nbytes in ((holders, group_of(holders, nodes[rank], nodes), nbytes)
+                                   for rank, needs in demand.items() for holders, nbytes in needs.items()):
+        shares = np.array(balance.shares.get(group) or equal_shares(group, nodes))
+        sent[list(holders)] += nbytes * shares / shares.sum()
+    assert sent.sum() == pytest.approx(sum(nbytes for _, nbytes in everything))
+    assert sent.max() <= best * 1.01 + 1.5
+
+
+def everywhere(ranks):
+    """A world in which each of `ranks` holds all of one tensor, which is large enough to be cut."""
+    place = Box((0, 0), LARGE.shape), 0, 0, row_major_strides(LARGE.shape)
+    return World.assemble({rank: Holdings.from_pieces([Piece(LARGE, *place, rank == ranks[0])],
+                                                      [Storage("w", LARGE.numel, LARGE.dtype)]) for rank in ranks})
 
 
 def test_load_is_spread_over_replicas():
-    tensor = TENSORS[1]
-    from megatron_dynatrain.geometry import Box, row_major_strides
-    from megatron_dynatrain.space import Holdings, Piece, Storage, World
-
-    def world(ranks, mains):
-        box = Box((0, 0, 0), tensor.shape)
-        return World.assemble({r: Holdings.from_pieces(
-            [Piece(tensor, box, 0, 0, row_major_strides(tensor.shape), r in mains)],
-            [Storage("w", tensor.numel, tensor.dtype)]) for r in ranks})
-
-    plan = make_plan(world([0, 1, 2, 3], {0}), world([4, 5, 6, 7], {4}))
+    plan = make_plan(everywhere([0, 1, 2, 3]), everywhere([4, 5, 6, 7]))
     assert sorted(set(plan.src_rank.tolist())) == [0, 1, 2, 3]
-    assert plan.max_rank_bytes == tensor.numel * tensor.itemsize
+    assert plan.max_rank_bytes == LARGE.numel * LARGE.itemsize
+
+
+@pytest.mark.parametrize("hosts, copies", [
+    pytest.param("abcdabcd", 4, id="each from its node"),
+    pytest.param("aabbbbaa", 4, id="those of a node share"),
+    pytest.param("aabbaxyz", 1, id="only one has a replica near"),
+    # Two are near rank 1, which may not send more than a rank receives: half of what they need comes from afar.
+    pytest.param("xaxxaayy", 1, id="nobody near sends too much"),
+])
+def test_what_a_replica_on_the_same_node_has_comes_from_there(hosts, copies):
+    nodes = node_numbers(hosts)
+    plan = make_plan(everywhere([0, 1, 2, 3]), everywhere([4, 5, 6, 7]), nodes=nodes)
+    size = LARGE.numel * LARGE.itemsize
+    assert plan.moved_bytes == 4 * size and plan.max_rank_bytes <= 1.1 * size
+    nearby = plan.nbytes[nodes[plan.src_rank] == nodes[plan.dst_rank]].sum()
+    assert nearby == pytest.approx(copies * size, rel=0.1)
 
 
 def test_layouts_that_disagree_about_the_state_are_refused():

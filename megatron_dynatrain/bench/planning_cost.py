@@ -17,6 +17,7 @@ RANKS = (64, 256, 1024, 4096)
 LAYERS, EXPERTS, ROWS, COLUMNS = 32, 64, 65536, 512
 STATES = ("exp_avg", "exp_avg_sq", "param")
 STAGING_BYTES = 64 << 20
+GPUS_PER_NODE = 8
 
 
 def measure(tell) -> list[dict]:
@@ -28,10 +29,10 @@ def measure(tell) -> list[dict]:
         started = time.perf_counter()
         cells = Cells(src, dst)
         draft = draft_plan(src, dst, STAGING_BYTES, cells=cells)
-        plan = finish_plan(draft, Balance(draft.demand).shares)
+        plan = finish_plan(draft, Balance(draft.demand, np.arange(num_ranks) // GPUS_PER_NODE))
         all_ranks = time.perf_counter() - started
         started = time.perf_counter()
-        finish_plan(draft_plan(src, dst, STAGING_BYTES, num_ranks // 2, Cells(src, dst)), plan.shares)
+        finish_plan(draft_plan(src, dst, STAGING_BYTES, num_ranks // 2, Cells(src, dst)), plan.balance)
         one_rank = time.perf_counter() - started
         records.append({"world_size": num_ranks, "num_pieces": len(src) + len(dst), "num_copies": len(plan),
                         "plan_seconds_one_rank": round(one_rank, 4), "plan_seconds_all_ranks": round(all_ranks, 4),

@@ -307,13 +307,15 @@ class Coordinator:
         self._not_before[wish.key] = time.monotonic() + _RETRY_SECONDS
         self._tell(Unformed(id=wish.key, generation=number, base=self._base, reason=why), self._board.store)
 
-    def would_train(self, layout: str | Layout) -> tuple[int, ...]:
-        """The ranks that would train in a layout if it were asked for now; where there are too few, with those that would join
-        next. From the thread that trains, at a boundary. Raises Unavailable."""
+    def would_train(self, layout: str | Layout) -> dict[int, str]:
+        """{rank: its host} of those that would train in a layout if it were asked for now; where there are too few, with those
+        that would join next, each on a host of its own. From the thread that trains, at a boundary. Raises Unavailable."""
         seats = roster.Roster(self._board.clone().store)
-        return (self._chosen(layout, self._waiting, seats)
-                or self._chosen(layout, [*self._waiting, *range(seats.count, seats.count + self._size_of(layout)[0])], seats)
-                or tuple(sorted(self._size_of(layout)[1])))  # those that it names, which are not there yet
+        members = (self._chosen(layout, self._waiting, seats)
+                   or self._chosen(layout, [*self._waiting, *range(seats.count, seats.count + self._size_of(layout)[0])], seats)
+                   or tuple(sorted(self._size_of(layout)[1])))  # those that it names, which are not there yet
+        told = {number: seats.seat(number) for number in members}
+        return {number: seat.about["host"] if seat else f"the host of rank {number}" for number, seat in told.items()}
 
     def _chosen(self, layout: str | Layout, waiting: list[int], seats: roster.Roster) -> tuple[int, ...] | None:
         size, named = self._size_of(layout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dynatrain.planning import Plan
+from megatron_dynatrain.planning import Plan, num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +67,4 @@ class Cluster:
 
 
 def _num_ranks(plan: Plan) -> int:
-    return int(max(plan.src.ranks.max(initial=-1), plan.dst.ranks.max(initial=-1))) + 1
+    return num_ranks(plan.src, plan.dst)

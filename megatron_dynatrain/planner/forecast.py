@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_dynatrain.planner.cluster import Cluster
 from megatron_dynatrain.planner.survey import Survey
-from megatron_dynatrain.planning import Balance, Cells, Plan, draft_plan, finish_plan, peak_bytes
+from megatron_dynatrain.planning import Balance, Cells, Plan, draft_plan, finish_plan, node_numbers, peak_bytes
 from megatron_dynatrain.space import nothing
 
 
@@ -25,7 +25,6 @@ class Forecast:
 
     plan: Plan
     ranks: np.ndarray
-    balance: Balance
     src: Survey
     dst: Survey
     cluster: Cluster
@@ -74,7 +73,7 @@ class Forecast:
             "plan_seconds_one_rank": round(self.one_rank_seconds, 3),
             "plan_seconds_all_ranks": round(self.plan_seconds, 3),
             "moved_bytes": plan.moved_bytes, "minimum_bytes": plan.minimum_bytes, "max_rank_bytes": plan.max_rank_bytes,
-            "balanced_max_rank_bytes": self.balance.max_rank_bytes(self.received_bytes),
+            "balanced_max_rank_bytes": plan.balance.max_rank_bytes,
             "peak_bytes": int(self.peak_bytes.max()), "num_windows": plan.num_windows, "bound_seconds": self.bound_seconds,
             "plan_hash": plan.digest, "bound_by": self.bound_by, "estimate_seconds": self.estimate_seconds,
             "num_copies": len(plan), "num_messages": self.num_messages, "stays_bytes": self.stays_bytes,
@@ -100,16 +99,15 @@ def forecast(src: Survey, dst: Survey, cluster: Cluster, staging_bytes: int, old
     started = time.perf_counter()
     cells = Cells(src.world, dst.world)
     draft = draft_plan(src.world, dst.world, staging_bytes, cells=cells)
-    balance = Balance(draft.demand)
-    plan = finish_plan(draft, balance.shares)
+    plan = finish_plan(draft, Balance(draft.demand, node_numbers((ranks // cluster.gpus_per_node).tolist())))
     seconds = time.perf_counter() - started
     started = time.perf_counter()
     busiest = int(plan.rank_bytes("dst").argmax())
-    finish_plan(draft_plan(src.world, dst.world, staging_bytes, busiest, cells), plan.shares)
+    finish_plan(draft_plan(src.world, dst.world, staging_bytes, busiest, cells), plan.balance)
     one_rank_seconds = time.perf_counter() - started
     sent, received = plan.rank_bytes("src"), plan.rank_bytes("dst")
     bound_seconds, bound_by = cluster.bound(plan, ranks)
-    return Forecast(plan, ranks, balance, src, dst, cluster, seconds, one_rank_seconds, sent, received,
+    return Forecast(plan, ranks, src, dst, cluster, seconds, one_rank_seconds, sent, received,
                     _peak_bytes(plan, src, dst), _by_field(plan), len(plan.messages[0]), bound_seconds, bound_by,
                     cluster.estimate(plan, ranks))
 

@@ -11,12 +11,11 @@ from functools import cached_property
 import numpy as np
 
 from megatron_dynatrain.geometry import BoxTable, concatenate, expand, intersect, number_cells, overlaps, subtract
+from megatron_dynatrain.planning.balance import Balance, Demand, Group, Holders, equal_shares, group_of
 from megatron_dynatrain.space import World, whole_tensors
 
 MIN_PART_BYTES = 256  # a copy is not cut into smaller parts than this only to spread them over replicas
 GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, spread evenly however many are taken
-
-Holders = tuple[int, ...]  # the ranks that all hold something, ascending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,10 +43,22 @@ class Needs:
     zeros: BoxTable
     zeros_dst_piece: np.ndarray
 
-    def demand(self, of: np.ndarray) -> dict[Holders, int]:
-        """{ranks that hold something: bytes of it that other ranks need}, over the needs `of` (bool)."""
-        sums = np.bincount(self.holders[of], self.nbytes[of], len(self.holder_sets)).astype(np.int64)
-        return {ranks: int(total) for ranks, total in zip(self.holder_sets, sums.tolist(), strict=True) if total}
+    def demand(self, of: np.ndarray, rank: np.ndarray) -> Demand:
+        """What the needs `of` (bool) come to. rank: that of each need."""
+        key, number = np.unique(rank[of] * len(self.holder_sets) + self.holders[of], return_inverse=True)
+        found: Demand = {int(one): {} for one in np.unique(rank[of])}
+        for of_rank, of_set, total in zip(*(column.tolist() for column in np.divmod(key, max(len(self.holder_sets), 1))),
+                                          np.bincount(number, self.nbytes[of], len(key)).tolist(), strict=True):
+            found[of_rank][self.holder_sets[of_set]] = int(total)
+        return found
+
+    def groups(self, rank: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, list[Group]]:
+        """(for each need the number of the group to which it belongs, the groups). rank: that of each need."""
+        sets, node = np.unique(np.column_stack([self.holders, nodes[rank]]), axis=0, return_inverse=True)
+        numbers: dict[Group, int] = {}
+        of_pair = np.array([numbers.setdefault(group_of(self.holder_sets[of_set], of_node, nodes), len(numbers))
+                            for of_set, of_node in sets.tolist()], np.int64)
+        return of_pair[node.reshape(-1)], list(numbers)
 
 
 class Cells:
@@ -106,33 +117,35 @@ def find_needs(src: World, dst: World, src_rows: np.ndarray, dst_rows: np.ndarra
                  first_piece, holders, holder_sets, zeros, dst_rows[missing_row[padded[zeros_row]]])
 
 
-def share_among_replicas(dst: World, needs: Needs, shares: dict[Holders, tuple[int, ...]]):
-    """Choose for each need the piece that it is taken from, cutting needs where the work is shared.
+def share_among_replicas(dst: World, needs: Needs, balance: Balance):
+    """Choose for each need the piece that it is taken from, cutting needs where the work is shared as `balance` says.
 
-    shares: for sets of ranks how they share the work, as integers in proportion; others share it equally.
     Returns (boxes, need, src_piece): the needs after cutting, the row that each is a part of, and the row of the source.
 
-    What is needed of one box lies side by side on a line, by destination. The line is cut in proportion to the shares, in the
-    order of ranks, so that ranks near to one another in number serve one another. Small boxes are not cut: each goes to one
-    replica, in turns that spread well whichever of them are needed.
+    What is needed of one box by one group lies side by side on a line, by destination. The line is cut in proportion to the
+    shares, in the order of ranks, so that ranks near to one another in number serve one another. Small boxes are not cut: each
+    goes to one replica, in turns that spread well whichever of them are needed.
     """
-    line = np.lexsort((np.arange(len(needs.boxes)), dst.rank[needs.dst_piece], needs.box_of))
-    boxes, nbytes, group, holders = needs.boxes[line], needs.nbytes[line], needs.box_of[line], needs.holders[line]
+    rank = dst.rank[needs.dst_piece]
+    group, groups = needs.groups(rank, balance.nodes)
+    line = np.lexsort((np.arange(len(needs.boxes)), rank, group, needs.box_of))
+    boxes, nbytes, box, group = needs.boxes[line], needs.nbytes[line], needs.box_of[line], group[line]
     if not len(line):
         return boxes, line, np.empty(0, np.int64)
-    starts = np.nonzero(np.diff(group, prepend=-1))[0]
+    is_first = np.append(True, (np.diff(box) != 0) | (np.diff(group) != 0))
+    starts, of_line = np.nonzero(is_first)[0], np.cumsum(is_first) - 1
     before = np.cumsum(nbytes) - nbytes
-    before = before - np.repeat(before[starts], np.diff(np.append(starts, len(line))))  # within the box
-    total = np.bincount(group, nbytes)[group]
-    replicas = np.array([len(ranks) for ranks in needs.holder_sets], np.int64)[holders]
-    # The cuts of all sets on one long line: those of set k in [k, k + 1].
-    cuts = [_cuts(shares.get(ranks, (1,) * len(ranks))) for ranks in needs.holder_sets]
-    edge = np.concatenate([k + cut[:-1] for k, cut in enumerate(cuts)])
-    first_edge = np.concatenate([[0], np.cumsum([len(cut) - 1 for cut in cuts])])
+    before = before - before[starts][of_line]  # on the line
+    total = np.bincount(of_line, nbytes)[of_line]
+    # The cuts of all groups on one longer line: those of group k in [k, k + 1].
+    shares = [balance.shares.get(one) or equal_shares(one, balance.nodes) for one in groups]
+    edge = np.concatenate([k + _cuts(of_group)[:-1] for k, of_group in enumerate(shares)])
+    first_edge = np.concatenate([[0], np.cumsum([len(of_group) for of_group in shares])])
+    replicas = np.array([np.count_nonzero(of_group) for of_group in shares], np.int64)[group]
 
     def server(place):
-        """The replica that serves a place in [0, 1) of the line of each need, counted over all sets."""
-        return np.searchsorted(edge, holders + np.clip(place, 0, 1 - 1e-9), "right") - 1
+        """The replica that serves a place in [0, 1) of the line of each need, counted over all groups."""
+        return np.searchsorted(edge, group + np.clip(place, 0, 1 - 1e-9), "right") - 1
 
     shared = (replicas > 1) & (total >= replicas * MIN_PART_BYTES)
     turn = (before + nbytes / 2) / total + _fraction(boxes)
@@ -144,7 +157,7 @@ def share_among_replicas(dst: World, needs: Needs, shares: dict[Holders, tuple[i
     replica = low[rows] + part
     axis = _axis_to_cut(boxes.shape, num_parts)[rows]
     extent = boxes.shape[rows, axis]
-    begin = ((edge[replica] - holders[rows]) * total[rows] - before[rows]) / nbytes[rows]
+    begin = ((edge[replica] - group[rows]) * total[rows] - before[rows]) / nbytes[rows]
     start = np.where(part == 0, 0, np.rint(np.clip(begin, 0, 1) * extent).astype(np.int64))
     stop = np.append(start[1:], 0)
     last = part == num_parts[rows] - 1
@@ -155,7 +168,7 @@ def share_among_replicas(dst: World, needs: Needs, shares: dict[Holders, tuple[i
     every = np.arange(len(rows))
     offset[every, axis] += start
     shape[every, axis] = stop - start
-    piece = needs.pieces[needs.first_piece[group[rows]] + replica - first_edge[holders[rows]]]
+    piece = needs.pieces[needs.first_piece[box[rows]] + replica - first_edge[group[rows]]]
     return BoxTable(boxes.tensor[rows], offset, shape), line[rows], piece
 
 

@@ -5,7 +5,7 @@ In this order, `draft_plan` up to what is needed, `finish_plan` from there on:
 1. In both worlds the main pieces cover every logical tensor exactly once (`World.assemble` sees to that).
 2. What a rank needs and holds already is copied locally; the rest comes from the ranks that hold it, each element once for
    each rank that needs it; new padding is zero (`copies`). Replicas share the work so that the busiest rank sends as little
-   as can be (`balance`).
+   as can be, and within that what can come from the same node does (`balance`).
 3. Copies are packed into messages, and messages have one order in the whole job (`order`).
 4. The plan is checked (`Plan.check`): every destination element is written once, and moved bytes equal the minimum.
 """
@@ -19,8 +19,8 @@ import numpy as np
 from megatron_dynatrain.errors import LayoutRefused, SpaceError
 from megatron_dynatrain.geometry import BoxTable, concatenate, overlaps
 from megatron_dynatrain.planning import order
-from megatron_dynatrain.planning.balance import Balance
-from megatron_dynatrain.planning.copies import Cells, Holders, Needs, find_needs, minimum_bytes, share_among_replicas
+from megatron_dynatrain.planning.balance import Balance, Demand
+from megatron_dynatrain.planning.copies import Cells, Needs, find_needs, minimum_bytes, share_among_replicas
 from megatron_dynatrain.planning.order import DEFAULT_STAGING_BYTES
 from megatron_dynatrain.space import LogicalTensor, World, whole_tensors
 
@@ -36,8 +36,7 @@ class Plan:
     batch: int64, non-decreasing: weights, then optimizer states layer by layer (`order`).
     message: int64; copies with the same number travel together, ascending in the order of the job; -1 for a local copy.
     is_direct: bool, whether the copy is contiguous on both sides and travels without being packed.
-    demand: {ranks that hold something: bytes of it that others need}; of a rank's plan, that this rank needs.
-    shares: how sets of ranks share the sending, where not equally.
+    demand: what ranks need of others; of a rank's plan, this rank alone. balance: how replicas share the sending.
     zeros, zeros_dst_piece: boxes that the source does not have, and the rows of the destination world that they fill.
     minimum_bytes: what has to cross between ranks in any plan: what ranks need and do not hold.
     staging_bytes: the bound on scratch of a rank.
@@ -53,8 +52,8 @@ class Plan:
     batch: np.ndarray
     message: np.ndarray
     is_direct: np.ndarray
-    demand: dict[Holders, int]
-    shares: dict[Holders, tuple[int, ...]]
+    demand: Demand
+    balance: Balance
     zeros: BoxTable
     zeros_dst_piece: np.ndarray
     dst_rows: np.ndarray
@@ -98,7 +97,7 @@ class Plan:
 
     def rank_bytes(self, side: str) -> np.ndarray:
         """Bytes that each rank sends ('src') or receives ('dst') from others: int64 [largest rank + 1]."""
-        size = int(max(self.src.ranks.max(initial=0), self.dst.ranks.max(initial=0))) + 1
+        size = num_ranks(self.src, self.dst)
         rank = self.src_rank if side == "src" else self.dst_rank
         return np.bincount(rank[self.crosses], self.nbytes[self.crosses], size).astype(np.int64)
 
@@ -187,7 +186,8 @@ class Plan:
     def digest(self) -> str:
         """A hash of what the plan follows from, and so of the plan: equal on every rank."""
         state = hashlib.blake2b(digest_size=16)
-        state.update(f"{self.src.digest} {self.dst.digest} {self.staging_bytes} {sorted(self.shares.items())}".encode())
+        nodes, shares = self.balance.nodes.tolist(), sorted(self.balance.shares.items())
+        state.update(f"{self.src.digest} {self.dst.digest} {self.staging_bytes} {nodes} {shares}".encode())
         return state.hexdigest()
 
     def check(self) -> None:
@@ -209,6 +209,11 @@ class Plan:
             raise SpaceError(f"the plan moves {self.moved_bytes} bytes where {self.minimum_bytes} suffice")
 
 
+def num_ranks(src: World, dst: World) -> int:
+    """Of two worlds that share one numbering, from 0 to the largest rank of either."""
+    return 1 + int(max(src.ranks.max(initial=-1), dst.ranks.max(initial=-1)))
+
+
 def _by_rank(src: np.ndarray, dst: np.ndarray) -> dict[int, np.ndarray]:
     """{rank: the rows, ascending, of which it is `src` or `dst`}."""
     row = np.arange(len(src))
@@ -228,7 +233,7 @@ def _addresses(world: World, piece: np.ndarray, offset: np.ndarray) -> tuple[np.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A plan but for who sends what replicas hold. `demand` of all ranks decides on that (`Balance.shares`)."""
+    """A plan but for who sends what replicas hold. `demand` of all ranks decides on that (`Balance`)."""
 
     src: World
     dst: World
@@ -236,7 +241,7 @@ class Draft:
     tensors: tuple[LogicalTensor, ...]
     needs: Needs
     dst_rows: np.ndarray
-    demand: dict[Holders, int]
+    demand: Demand
     minimum_bytes: int
     staging_bytes: int
 
@@ -256,22 +261,25 @@ def draft_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTE
     needs = find_needs(src, dst, src_rows, dst_rows)
     own_rows = dst_rows if rank is None else dst_rows[dst.rank[dst_rows] == rank]
     own = np.ones(len(needs.boxes), bool) if rank is None else dst.rank[needs.dst_piece] == rank
-    return Draft(src, dst, rank, tensors, needs, own_rows, needs.demand(own),
+    return Draft(src, dst, rank, tensors, needs, own_rows, needs.demand(own, dst.rank[needs.dst_piece]),
                  int(minimum_bytes(src, dst, src_rows, own_rows).sum()), staging_bytes)
 
 
-def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES) -> Plan:
-    """The checked plan of all ranks from `src` to `dst`; a pure function. Raises what `draft_plan` raises."""
+def make_plan(src: World, dst: World, staging_bytes: int = DEFAULT_STAGING_BYTES, nodes: np.ndarray | None = None) -> Plan:
+    """The checked plan of all ranks from `src` to `dst`; a pure function. Raises what `draft_plan` raises.
+
+    nodes: the node of each rank, int64 [num_ranks]; all ranks are on one where it is None.
+    """
     draft = draft_plan(src, dst, staging_bytes)
-    return finish_plan(draft, Balance(draft.demand).shares)
+    return finish_plan(draft, Balance(draft.demand, np.zeros(num_ranks(src, dst), np.int64) if nodes is None else nodes))
 
 
-def finish_plan(draft: Draft, shares: dict[Holders, tuple[int, ...]]) -> Plan:
-    """The checked plan of a draft. shares: the same for all ranks of a job."""
+def finish_plan(draft: Draft, balance: Balance) -> Plan:
+    """The checked plan of a draft. balance: of what all ranks of a job need."""
     src, dst, rank, tensors, staging_bytes = draft.src, draft.dst, draft.rank, draft.tensors, draft.staging_bytes
     needs = draft.needs
     itemsize = np.array([t.itemsize for t in tensors], np.int64)
-    remote, need, remote_src = share_among_replicas(dst, needs, shares)
+    remote, need, remote_src = share_among_replicas(dst, needs, balance)
     remote_dst = needs.dst_piece[need]
     if rank is not None:
         own = (src.rank[remote_src] == rank) | (dst.rank[remote_dst] == rank)
@@ -283,8 +291,7 @@ def finish_plan(draft: Draft, shares: dict[Holders, tuple[int, ...]]) -> Plan:
     src_piece = np.concatenate([needs.held_src[held], remote_src[parent]])
     dst_piece = np.concatenate([needs.held_dst[held], remote_dst[parent]])
 
-    num_ranks = max(len(src.ranks), len(dst.ranks))
-    batch = order.batches(tensors, boxes, num_ranks, staging_bytes)
+    batch = order.batches(tensors, boxes, max(len(src.ranks), len(dst.ranks)), staging_bytes)
     src_rank, dst_rank = src.rank[src_piece], dst.rank[dst_piece]
     size = itemsize[boxes.tensor]
     nbytes = boxes.volume * size
@@ -293,7 +300,7 @@ def finish_plan(draft: Draft, shares: dict[Holders, tuple[int, ...]]) -> Plan:
     # Within a message wide elements come first, so that every piece in it is aligned.
     columns = np.column_stack([boxes.tensor, boxes.offset])
     by_pair = np.lexsort((*columns.T[::-1], -size, direct, dst_rank, src_rank, batch))
-    span = 1 + int(max(src.ranks.max(initial=0), dst.ranks.max(initial=0)))
+    span = num_ranks(src, dst)
     pair = ((batch * span + src_rank) * span + dst_rank)[by_pair]
     turn = np.empty(len(boxes), np.int64)
     turn[by_pair] = order.turns(pair, nbytes[by_pair], direct[by_pair], order.window_limit(staging_bytes) // 2)
@@ -304,7 +311,7 @@ def finish_plan(draft: Draft, shares: dict[Holders, tuple[int, ...]]) -> Plan:
     message = np.where(src_rank[in_order] == dst_rank[in_order], -1, np.append(0, message)[:len(key)])
 
     plan = Plan(src, dst, rank, tensors, boxes[in_order], src_piece[in_order], dst_piece[in_order], batch[in_order], message,
-                direct[in_order], draft.demand, shares, needs.zeros[zeros], needs.zeros_dst_piece[zeros], draft.dst_rows,
+                direct[in_order], draft.demand, balance, needs.zeros[zeros], needs.zeros_dst_piece[zeros], draft.dst_rows,
                 draft.minimum_bytes, staging_bytes)
     plan.check()
     return plan

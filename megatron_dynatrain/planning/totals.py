@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron_dynatrain.planning.balance import Balance
 from megatron_dynatrain.planning.memory import at_rest, peak_bytes
 from megatron_dynatrain.planning.plan import Plan
@@ -54,20 +52,9 @@ class Part:
                    int((plan.dst_rank == plan.rank).sum()), peak, peak - at_rest(src, dst))
 
 
-def summed(demands: list[dict[tuple[int, ...], int]]) -> dict[tuple[int, ...], int]:
-    """The demand of all ranks from those of single ones."""
-    demand: dict[tuple[int, ...], int] = {}
-    for part in demands:
-        for holders, nbytes in part.items():
-            demand[holders] = demand.get(holders, 0) + nbytes
-    return demand
-
-
 def total(parts: list[Part], balance: Balance) -> Totals:
     """The totals of all ranks of both worlds. balance: of the demand of all ranks."""
-    received = np.zeros(1 + max(part.rank for part in parts), np.int64)
-    received[[part.rank for part in parts]] = [part.received for part in parts]
     return Totals(sum(p.received for p in parts), sum(p.minimum for p in parts), sum(p.local for p in parts),
-                  max(max(p.sent, p.received) for p in parts), balance.max_rank_bytes(received),
+                  max(max(p.sent, p.received) for p in parts), balance.max_rank_bytes,
                   max(p.num_windows for p in parts), sum(p.num_copies for p in parts), max(p.peak_bytes for p in parts),
                   max(p.peak_extra_bytes for p in parts))
