@@ -92,6 +92,8 @@ def run_rank(rank, port, answers, corrupt):
 def run_rank_beside_a_silent_one(rank, port, answers, silent):
     from datetime import timedelta
 
+    import torch.distributed as dist
+
     from megatron_dynatrain.errors import TransferError
     from megatron_dynatrain.transfer import execute
 
@@ -105,7 +107,11 @@ def run_rank_beside_a_silent_one(rank, port, answers, silent):
         except TransferError as error:
             said = str(error)
     answers.put((rank, said))
-    time.sleep(5)  # no connection is closed while others wait
+    store = dist.distributed_c10d._get_default_store()
+    store.add("answered", 1)
+    while store.add("answered", 0) < WORLD_SIZE:  # no connection is closed while others wait
+        time.sleep(0.05)
+    time.sleep(1)  # nor the store while others ask it
     os._exit(0)
 
 
