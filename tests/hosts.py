@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 _NETWORK = "10.197.61"
+_BRIDGE = "02:00:0a:c5:3d:fe"
 
 
 class Hosts:
@@ -15,7 +16,8 @@ class Hosts:
         self._tag = f"dt{os.getpid() % 10000}"
         self._count = count
         self.apart = (count > 0 and os.geteuid() == 0 and shutil.which("ip") is not None
-                      and self._ip("link", "add", f"{self._tag}b", "type", "bridge"))
+                      # Without an address of its own a bridge has the lowest of its ports, and another one when that host goes.
+                      and self._ip("link", "add", f"{self._tag}b", "address", _BRIDGE, "type", "bridge"))
         self.address = f"{_NETWORK}.254" if self.apart else "127.0.0.1"
 
     @staticmethod
