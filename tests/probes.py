@@ -10,6 +10,15 @@ def write(folder, name, rank, **record):
         file.write(json.dumps(record) + "\n")
 
 
+def alive(kind):
+    """How many objects of a type there are. In one call from Python, so that no other thread runs while they are listed: a tuple
+    that one is just making must not be referred to, or making it fails (SystemError, as in bpo-15108)."""
+    import gc
+    from itertools import chain, repeat
+
+    return sum(map(issubclass, map(type, chain.from_iterable(map(gc.get_objects, [None]))), repeat(kind)))
+
+
 def record(rank, folder):
     """Write every step (exact floats) and every training sample that is drawn."""
     import torch
@@ -290,7 +299,7 @@ def count_resources(rank, folder):
         write(folder, "resources", rank, iteration=iteration, groups=len(torch.distributed.distributed_c10d._pg_map),
               threads=len(os.listdir("/proc/self/task")), python_threads=threading.active_count(),
               descriptors=_descriptors(),
-              tensors=sum(isinstance(o, torch.Tensor) for o in gc.get_objects()),
+              tensors=alive(torch.Tensor),
               dead=all(ref() is None for refs in models for ref in refs))
 
     type(session).switch = counted
@@ -319,11 +328,11 @@ def count_elastic(rank, folder):
             seen[session.devices.generation] = seen.get(session.devices.generation, 0) + 1
             if seen[session.devices.generation] == 3:
                 gc.collect()
-                write(folder, "resources", rank, number=rank, worlds=sum(isinstance(o, TorchWorld) for o in gc.get_objects()),
+                write(folder, "resources", rank, number=rank, worlds=alive(TorchWorld),
                       groups=len(torch.distributed.distributed_c10d._world.pg_map), threads=len(os.listdir("/proc/self/task")),
                       python_threads=threading.active_count(), descriptors=sum(_descriptors().values()),
                       resident=memory.resident_bytes(),
-                      tensors=sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+                      tensors=alive(torch.Tensor))
         return result
 
     training.train_step = train_step
